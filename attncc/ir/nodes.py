@@ -1,0 +1,319 @@
+"""The IR on one page: an attention variant as a small pure value.
+
+A `Variant` holds one expression per slot.  Expressions are frozen, compare and hash by structure (positions are
+carried but never compared), and are fully typed: every implicit conversion of the language stands here as an `i32`
+or `f32` op, so the arguments of an arithmetic op have one element type.  What the language says with one name and
+the IR with smaller parts is expanded when it is lowered: `softcap`, `clamp`, `relu`, the norms, `a > b` (`lt` with
+its arguments swapped), `let` and `def`, n-ary `min` and `max`, comparison chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from attncc.diagnostics import NOWHERE, Source, Span
+
+
+@dataclass(frozen=True)
+class Type:
+    """`elem` is "i32", "f32" or "bool"; `space` is None for a scalar, "d" or "e" for a vector of features."""
+
+    elem: str
+    space: str | None = None
+
+    def __str__(self) -> str:
+        return self.elem if self.space is None else f"{self.elem}[{self.space}]"
+
+
+I32, F32, BOOL = Type("i32"), Type("f32"), Type("bool")
+
+# Leaves and their types.  Index names, then sizes, then the values a slot is given.  `i0 i1 j0 j1` are the first and
+# last query position and key of a tile: only tile ranges (ranges.py) speak of them.
+INDICES = ("b", "h", "g", "i", "iq", "j")
+SIZES = ("qo_len", "kv_len", "head_dim_qk", "head_dim_vo", "group_size", "num_qo_heads", "num_kv_heads")
+TILE = ("i0", "i1", "j0", "j1")
+LEAVES: dict[str, Type] = {
+    **dict.fromkeys(INDICES + SIZES + TILE, I32),
+    "d": Type("i32", "d"), "e": Type("i32", "e"),
+    "q": Type("f32", "d"), "k": Type("f32", "d"), "v": Type("f32", "e"), "o": Type("f32", "e"),
+    "s": F32, "dot": F32, "l": F32, "lse": F32,
+}  # fmt: skip
+
+# op: (argument elements, result element); "n" stands for i32 or f32, one choice for all arguments and the result.
+# A scalar argument beside a vector one is broadcast.  `sum` alone turns a vector into a scalar.
+OPS: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("add", "sub", "mul", "min", "max"), ("nn", "n")),
+    **dict.fromkeys(("floordiv", "mod", "pow"), ("nn", "n")),   # // and % floor; pow of i32: constant exponent >= 0
+    "div": ("ff", "f"),
+    **dict.fromkeys(("neg", "abs"), ("n", "n")),
+    **dict.fromkeys(("lt", "le"), ("nn", "b")),
+    **dict.fromkeys(("eq", "ne"), ("xx", "b")),                  # "x": i32, f32 or bool
+    **dict.fromkeys(("and", "or"), ("bb", "b")),                 # the left argument guards the right one
+    "not": ("b", "b"),
+    "select": ("bxx", "x"),                                      # select(c, a, b): c guards a, not c guards b
+    "floor": ("f", "f"),
+    **dict.fromkeys(("exp", "exp2", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sin", "cos"), ("f", "f")),
+    **dict.fromkeys(("sigmoid", "logsigmoid", "softplus"), ("f", "f")),
+    "i32": ("f", "i"),                                           # truncates toward zero
+    "f32": ("i", "f"),
+    "bit": ("ii", "b"),                                          # bit(word, n): false for n outside 0..31
+    "sum": ("n", "n"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Const:
+    """A literal: int for i32, float for f32 (unrounded), bool for bool."""
+
+    value: int | float | bool
+    type: Type
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An index, a size, or a value the slot is given: a key of LEAVES."""
+
+    name: str
+    span: Span = field(default=NOWHERE, compare=False)
+
+    @property
+    def type(self) -> Type:
+        return LEAVES[self.name]
+
+
+@dataclass(frozen=True)
+class Param:
+    """A scalar parameter of the variant."""
+
+    name: str
+    type: Type
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Op:
+    op: str
+    args: tuple[Expr, ...]
+    type: Type
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Load:
+    """`tensor[index, …]`.  An index over the `iq`, `j` space is the request's own row number (the layout adds the
+    request's offset); one over `d` or `e` is a vector and makes the result a vector."""
+
+    tensor: str
+    index: tuple[Expr, ...]
+    type: Type
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of vector `x` at `pos` (RoFormer, arXiv 2104.09864, eq. 34) over its first `dims`
+    features; `style` is "neox" (halves) or "interleaved" (pairs).  `scaling` is () or (name, value, …) with every
+    argument of linear / llama31 / yarn in the language's order.  With `cos`, `sin` (tensors [pos, dims // 2], read
+    at `pos`) theta and scaling are not used."""
+
+    x: Expr
+    pos: Expr
+    theta: Expr
+    dims: int | None  # None: all features
+    style: str
+    scaling: tuple[str | Expr | None, ...] = ()
+    cos: str | None = None
+    sin: str | None = None
+    span: Span = field(default=NOWHERE, compare=False)
+
+    @property
+    def type(self) -> Type:
+        return self.x.type
+
+
+Expr = Const | Leaf | Param | Op | Load | Rope
+
+
+@dataclass(frozen=True)
+class ScalarParam:
+    """Run-time unless `const`.  `default` None: the caller must give it."""
+
+    name: str
+    type: Type
+    default: int | float | bool | None
+    const: bool
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class TensorParam:
+    """`dims`: an index space ("b" "h" "g" "iq" "j" "pos" "d" "e"), an int, or a fresh name (any length)."""
+
+    name: str
+    dims: tuple[str | int, ...]
+    dtype: str  # f32 bf16 f16 i32 u32 u8 bool
+    grad: bool = False
+    sorted: bool = False
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+SPACES = ("b", "h", "g", "iq", "j", "pos", "d", "e")
+
+
+@dataclass(frozen=True)
+class Scan:
+    """"softmax" (with an optional sink logit) or "none": the weights are the logits themselves."""
+
+    kind: str
+    sink: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Only keys in the selected blocks of `size` exist.  `index` has None at the one `:`."""
+
+    tensor: str
+    index: tuple[Expr | None, ...]
+    size: Expr
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Emit:
+    """`emit name[index] = reduce(value)`: "max", "min" or "sum" over the visible keys and every index not kept."""
+
+    name: str
+    index: tuple[str, ...]
+    reduce: str
+    value: Expr
+    span: Span = field(default=NOWHERE, compare=False)
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    doc: str | None
+    scalars: tuple[ScalarParam, ...]
+    tensors: tuple[TensorParam, ...]
+    scale: Expr
+    f_q: Expr
+    f_k: Expr
+    f_v: Expr
+    f_logits: Expr
+    mask: Expr
+    scan: Scan
+    epilogue: Expr
+    domain: Domain | None = None
+    emits: tuple[Emit, ...] = ()
+    source: Source | None = field(default=None, compare=False, repr=False)
+    spans: tuple[tuple[str, Span], ...] = field(default=(), compare=False)  # slot -> where it is written
+
+    def span_of(self, slot: str) -> Span:
+        return dict(self.spans).get(slot, NOWHERE)
+
+    def expressions(self) -> Iterator[tuple[str, Expr]]:
+        """Every (slot, expression), `sink` and `emit NAME` included, in the language's order."""
+        for slot in EXPR_SLOTS:
+            yield slot, getattr(self, slot)
+        if self.scan.sink is not None:
+            yield "sink", self.scan.sink
+        for emit in self.emits:
+            yield f"emit {emit.name}", emit.value
+
+    def map(self, f) -> Variant:
+        """The variant with every expression of every slot replaced by f(expr)."""
+        return replace(
+            self,
+            **{slot: f(getattr(self, slot)) for slot in EXPR_SLOTS},
+            scan=replace(self.scan, sink=None if self.scan.sink is None else f(self.scan.sink)),
+            domain=self.domain and replace(
+                self.domain, index=tuple(None if x is None else f(x) for x in self.domain.index), size=f(self.domain.size)),
+            emits=tuple(replace(e, value=f(e.value)) for e in self.emits),
+        )  # fmt: skip
+
+
+EXPR_SLOTS = ("scale", "f_q", "f_k", "f_v", "f_logits", "mask", "epilogue")
+SLOT_DEFAULTS: dict[str, Expr] = {
+    "scale": Op("rsqrt", (Op("f32", (Leaf("head_dim_qk"),), F32),), F32),
+    "f_q": Leaf("q"), "f_k": Leaf("k"), "f_v": Leaf("v"), "f_logits": Leaf("s"),
+    "mask": Const(True, BOOL), "epilogue": Leaf("o"),
+}  # fmt: skip
+
+
+def children(e: Expr) -> tuple[Expr, ...]:
+    """The expressions directly under `e`, in evaluation order."""
+    if isinstance(e, Op):
+        return e.args
+    if isinstance(e, Load):
+        return e.index
+    if isinstance(e, Rope):
+        return (e.x, e.pos, e.theta, *(a for a in e.scaling if isinstance(a, NODES)))
+    return ()
+
+
+def rebuild(e: Expr, kids: tuple[Expr, ...]) -> Expr:
+    """`e` with other children, in the order of `children`."""
+    if isinstance(e, Op):
+        return replace(e, args=kids)
+    if isinstance(e, Load):
+        return replace(e, index=kids)
+    if isinstance(e, Rope):
+        rest = iter(kids[3:])
+        scaling = tuple(next(rest) if isinstance(a, NODES) else a for a in e.scaling)
+        return replace(e, x=kids[0], pos=kids[1], theta=kids[2], scaling=scaling)
+    return e
+
+
+def transform(e: Expr, f) -> Expr:
+    """Rebuild bottom-up: f sees every node after its children; shared nodes are visited once."""
+    seen: dict[int, Expr] = {}
+
+    def go(x: Expr) -> Expr:
+        if id(x) not in seen:
+            kids = children(x)
+            new = tuple(go(k) for k in kids)
+            seen[id(x)] = f(x if all(a is b for a, b in zip(new, kids)) else rebuild(x, new))
+        return seen[id(x)]
+
+    return go(e)
+
+
+def walk(e: Expr) -> Iterator[Expr]:
+    """Every distinct node below and including `e`, children first, each once."""
+    seen: set[Expr] = set()
+
+    def go(x: Expr) -> Iterator[Expr]:
+        if x not in seen:
+            for k in children(x):
+                yield from go(k)
+            seen.add(x)
+            yield x
+
+    yield from go(e)
+
+
+def leaves(e: Expr) -> frozenset[str]:
+    """Names of the leaves that `e` depends on."""
+    return frozenset(x.name for x in walk(e) if isinstance(x, Leaf))
+
+
+NODES = (Const, Leaf, Param, Op, Load, Rope)
+
+
+def _cache_hash(cls: type) -> None:
+    """Shared subtrees would be hashed again at every use: a chain of `let`s would cost exponential time."""
+    plain = cls.__hash__
+
+    def cached(self) -> int:
+        if "_hash" not in self.__dict__:
+            object.__setattr__(self, "_hash", plain(self))
+        return self._hash
+
+    cls.__hash__ = cached  # type: ignore[method-assign]
+
+
+NODES = (Const, Leaf, Param, Op, Load, Rope)
+for _cls in NODES:
+    _cache_hash(_cls)

@@ -9,7 +9,7 @@ its arguments swapped), `let` and `def`, n-ary `min` and `max`, comparison chain
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from attncc.diagnostics import NOWHERE, Source, Span
@@ -62,57 +62,96 @@ OPS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Const:
+class Node:
+    """What every expression node shares: equality and hash by structure, positions aside.  Both are linear in the
+    distinct nodes, however often those are shared (a chain of `let`s doubles the tree at every step) and however
+    deep they nest.  Literals compare by their text, so that -0.0 differs from 0.0 and nan equals nan."""
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, NODES):
+            return NotImplemented
+        if hash(self) != hash(other):
+            return False
+        todo, seen = [(self, other)], set()
+        while todo:
+            a, b = todo.pop()
+            if a is b or (id(a), id(b)) in seen:
+                continue
+            seen.add((id(a), id(b)))
+            if head(a) != head(b) or len(children(a)) != len(children(b)):
+                return False
+            todo += zip(children(a), children(b), strict=True)
+        return True
+
+    def __hash__(self) -> int:
+        if "_hash" not in self.__dict__:
+            for x in objects(self):
+                if "_hash" not in x.__dict__:
+                    object.__setattr__(x, "_hash", hash((head(x), *(k._hash for k in children(x)))))
+        return self._hash
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # str hashes differ by process
+
+    def __repr__(self) -> str:
+        from attncc.ir.text import brief  # the dataclass's own would spell a shared node out at every use
+
+        return brief(self)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Const(Node):
     """A literal: int for i32, float for f32 (unrounded), bool for bool."""
 
     value: int | float | bool
     type: Type
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
 
-@dataclass(frozen=True)
-class Leaf:
+@dataclass(frozen=True, eq=False, repr=False)
+class Leaf(Node):
     """An index, a size, or a value the slot is given: a key of LEAVES."""
 
     name: str
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
     @property
     def type(self) -> Type:
         return LEAVES[self.name]
 
 
-@dataclass(frozen=True)
-class Param:
+@dataclass(frozen=True, eq=False, repr=False)
+class Param(Node):
     """A scalar parameter of the variant."""
 
     name: str
     type: Type
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
 
-@dataclass(frozen=True)
-class Op:
+@dataclass(frozen=True, eq=False, repr=False)
+class Op(Node):
     op: str
     args: tuple[Expr, ...]
     type: Type
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
 
-@dataclass(frozen=True)
-class Load:
+@dataclass(frozen=True, eq=False, repr=False)
+class Load(Node):
     """`tensor[index, …]`.  An index over the `iq`, `j` space is the request's own row number (the layout adds the
     request's offset); one over `d` or `e` is a vector and makes the result a vector."""
 
     tensor: str
     index: tuple[Expr, ...]
     type: Type
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
 
-@dataclass(frozen=True)
-class Rope:
+@dataclass(frozen=True, eq=False, repr=False)
+class Rope(Node):
     """Rotary position embedding of vector `x` at `pos` (RoFormer, arXiv 2104.09864, eq. 34) over its first `dims`
     features; `style` is "neox" (halves) or "interleaved" (pairs).  `scaling` is () or (name, value, …) with every
     argument of linear / llama31 / yarn in the language's order.  With `cos`, `sin` (tensors [pos, dims // 2], read
@@ -126,7 +165,7 @@ class Rope:
     scaling: tuple[str | Expr | None, ...] = ()
     cos: str | None = None
     sin: str | None = None
-    span: Span = field(default=NOWHERE, compare=False)
+    span: Span = NOWHERE
 
     @property
     def type(self) -> Type:
@@ -134,6 +173,7 @@ class Rope:
 
 
 Expr = Const | Leaf | Param | Op | Load | Rope
+NODES = (Const, Leaf, Param, Op, Load, Rope)
 
 
 @dataclass(frozen=True)
@@ -164,7 +204,7 @@ SPACES = ("b", "h", "g", "iq", "j", "pos", "d", "e")
 
 @dataclass(frozen=True)
 class Scan:
-    """"softmax" (with an optional sink logit) or "none": the weights are the logits themselves."""
+    """Kind "softmax" (with an optional sink logit) or "none": the weights are the logits themselves."""
 
     kind: str
     sink: Expr | None = None
@@ -229,7 +269,8 @@ class Variant:
             **{slot: f(getattr(self, slot)) for slot in EXPR_SLOTS},
             scan=replace(self.scan, sink=None if self.scan.sink is None else f(self.scan.sink)),
             domain=self.domain and replace(
-                self.domain, index=tuple(None if x is None else f(x) for x in self.domain.index), size=f(self.domain.size)),
+                self.domain, size=f(self.domain.size),
+                index=tuple(None if x is None else f(x) for x in self.domain.index)),
             emits=tuple(replace(e, value=f(e.value)) for e in self.emits),
         )  # fmt: skip
 
@@ -266,54 +307,70 @@ def rebuild(e: Expr, kids: tuple[Expr, ...]) -> Expr:
     return e
 
 
-def transform(e: Expr, f) -> Expr:
-    """Rebuild bottom-up: f sees every node after its children; shared nodes are visited once."""
-    seen: dict[int, Expr] = {}
+def head(e: Expr) -> tuple:
+    """All that `e` says beside its children and its position."""
+    if isinstance(e, Const):
+        return Const, e.type, repr(e.value)
+    if isinstance(e, Leaf):
+        return Leaf, e.name
+    if isinstance(e, Param):
+        return Param, e.name, e.type
+    if isinstance(e, Op):
+        return Op, e.op, e.type
+    if isinstance(e, Load):
+        return Load, e.tensor, e.type
+    return Rope, e.dims, e.style, tuple(... if isinstance(a, NODES) else a for a in e.scaling), e.cos, e.sin
 
-    def go(x: Expr) -> Expr:
-        if id(x) not in seen:
-            kids = children(x)
-            new = tuple(go(k) for k in kids)
-            seen[id(x)] = f(x if all(a is b for a, b in zip(new, kids)) else rebuild(x, new))
-        return seen[id(x)]
 
-    return go(e)
+def objects(e: Expr) -> Iterator[Expr]:
+    """Every node object below and including `e`, children first, each once however often it is shared."""
+    seen: set[int] = set()
+    todo = [e]
+    while todo:
+        x = todo[-1]
+        waiting = [] if id(x) in seen else [k for k in children(x) if id(k) not in seen]
+        if waiting:
+            todo += reversed(waiting)
+        else:
+            todo.pop()
+            if id(x) not in seen:
+                seen.add(id(x))
+                yield x
 
 
 def walk(e: Expr) -> Iterator[Expr]:
     """Every distinct node below and including `e`, children first, each once."""
-    seen: set[Expr] = set()
-
-    def go(x: Expr) -> Iterator[Expr]:
-        if x not in seen:
-            for k in children(x):
-                yield from go(k)
-            seen.add(x)
+    number: dict[tuple, int] = {}
+    of: dict[int, int] = {}
+    for x in objects(e):
+        key = (head(x), *(of[id(k)] for k in children(x)))
+        new = key not in number
+        of[id(x)] = number.setdefault(key, len(number))
+        if new:
             yield x
 
-    yield from go(e)
+
+def transform(e: Expr, f: Callable[[Expr], Expr]) -> Expr:
+    """Rebuild bottom-up: f sees every node after its children; shared nodes are visited once."""
+    done: dict[int, Expr] = {}
+    for x in objects(e):
+        kids = children(x)
+        new = tuple(done[id(k)] for k in kids)
+        done[id(x)] = f(x if all(a is b for a, b in zip(new, kids, strict=True)) else rebuild(x, new))
+    return done[id(e)]
+
+
+class Interner:
+    """Makes equal nodes one object: `intern = Interner(); a = intern(a); b = intern(b)` share all that they can, and
+    equal expressions become identical ones."""
+
+    def __init__(self) -> None:
+        self.table: dict[tuple, Expr] = {}
+
+    def __call__(self, e: Expr) -> Expr:
+        return transform(e, lambda x: self.table.setdefault((head(x), *map(id, children(x))), x))
 
 
 def leaves(e: Expr) -> frozenset[str]:
     """Names of the leaves that `e` depends on."""
-    return frozenset(x.name for x in walk(e) if isinstance(x, Leaf))
-
-
-NODES = (Const, Leaf, Param, Op, Load, Rope)
-
-
-def _cache_hash(cls: type) -> None:
-    """Shared subtrees would be hashed again at every use: a chain of `let`s would cost exponential time."""
-    plain = cls.__hash__
-
-    def cached(self) -> int:
-        if "_hash" not in self.__dict__:
-            object.__setattr__(self, "_hash", plain(self))
-        return self._hash
-
-    cls.__hash__ = cached  # type: ignore[method-assign]
-
-
-NODES = (Const, Leaf, Param, Op, Load, Rope)
-for _cls in NODES:
-    _cache_hash(_cls)
+    return frozenset(x.name for x in objects(e) if isinstance(x, Leaf))

@@ -1,0 +1,282 @@
+"""A compiled variant as a callable on torch tensors.
+
+The first call with a new signature (shapes, strides, dtypes, devices) checks everything and binds a launch; a later
+call with the same signature checks what the signature doesn't tell (parameter names, scalars, alignment, gradients),
+rewrites pointers and scalars, and launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attncc.runtime import arguments as check
+from attncc.runtime import launch
+from attncc.runtime.artifact import Artifact
+from attncc.runtime.driver import CudaError
+from attncc.runtime.driver import driver as cuda_driver
+from attncc.runtime.tensor_map import ALIGNMENT, MapCache, TensorMap, tensor_map, zero_map
+from attncc.runtime.workspace import Workspace
+
+MAX_BINDINGS = 1024
+MISALIGNED = ALIGNMENT - 1
+
+
+class Kernel:
+    """A dense attention kernel: `kernel(q, k, v, *, return_lse=False, out=None, lse=None, **params)`.
+
+    q [B, qo_len, num_qo_heads, head_dim_qk], k [B, kv_len, num_kv_heads, head_dim_qk], v [B, kv_len, num_kv_heads,
+    head_dim_vo]: of the dtype that the kernel was compiled for, on one CUDA device, with any strides and a contiguous
+    last dimension.  Rows that TMA can't address (a base or a stride that isn't a multiple of 16 bytes) are honoured
+    through an aligned copy, which is slower.  Variant parameters are keyword arguments: scalars as Python or numpy
+    numbers, tensors by name.
+
+    Returns out [B, qo_len, num_qo_heads, head_dim_vo] of q's dtype; with return_lse also lse, float32 [B, qo_len,
+    num_qo_heads], natural log.  `out` and `lse` give the memory to write.  Runs on torch's current stream of q's
+    device; may be captured in a CUDA graph.  Threads may share a kernel.
+
+    Raises ValueError or TypeError naming the argument, what was expected and what was found, before any launch.
+    """
+
+    def __init__(self, artifact: Artifact, driver: Any = None):
+        self.manifest: Mapping[str, Any] = artifact.manifest
+        self._entry = self.manifest["kernels"]["forward"]
+        self._cubin = artifact.cubins["forward"]
+        self._driver = driver
+        self._spec = check.Spec.of(self.manifest, "cuda" if driver is None else driver.device_type)
+        launch.check_params(self._entry, self._spec)
+        self._scalars = tuple((s.name, check.scalar_check(s)) for s in self._spec.scalars)
+        self._tensors = tuple(t.name for t in self._spec.tensors)
+        self._bindings: dict[tuple, Any] = {}
+        self._devices: dict[torch.device, _Device] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self._spec.name
+
+    @property
+    def params(self) -> dict[str, str]:
+        """What a call takes by name, and how it is declared: {"window": "i32", "sink": "f32[h]"}."""
+        scalars = {
+            s.name: s.type if s.default is None else f"{s.type} = {s.default}" for s in self._spec.scalars
+        }  # fmt: skip
+        return scalars | {t.name: f"{t.dtype}[{', '.join(map(str, t.dims))}]" for t in self._spec.tensors}
+
+    def __repr__(self) -> str:
+        m = self.manifest
+        takes = [f"{name}: {kind}" for name, kind in self.params.items()]
+        takes += [f"{name}: const = {value}" for name, value in m["const"].items()]
+        dims = {m["head_dim_qk"], m["head_dim_vo"]}
+        head_dim = "/".join(map(str, (m["head_dim_qk"], m["head_dim_vo"]) if len(dims) > 1 else dims))
+        return f"<attncc.Kernel {self.variant}({', '.join(takes)}) head_dim {head_dim}, {m['dtype']}, {m['arch']}>"
+
+    def __call__(self, q, k, v, *, return_lse=False, out=None, lse=None, **params):
+        if params.keys() != self._spec.names:
+            params = check.complete(self._spec, params)
+        scalars = [convert(params[name]) for name, convert in self._scalars]
+        return self._run([q, k, v, *[params[name] for name in self._tensors]], scalars, out, lse, return_lse)
+
+    def _run(self, tensors: list[Any], scalars: list[int | float], out: Any, lse: Any, return_lse: bool):
+        given = tensors if out is None and lse is None else [*tensors, *[t for t in (out, lse) if t is not None]]
+        try:
+            signature = (
+                *[(t.shape, t.stride(), t.dtype, t.device) for t in given],
+                out is None, lse is None, return_lse,
+            )  # fmt: skip
+            bound = self._bindings.get(signature)
+        except (AttributeError, TypeError, RuntimeError):  # not strided tensors: _bind says which
+            signature = bound = None
+        if bound is None:
+            bound = self._bind(signature, tensors, out, lse, return_lse)
+        if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
+            check.refuse_grad(zip(("q", "k", "v", *self._tensors, "output", "output"), given))
+        return bound.call(tensors, scalars, out, lse, return_lse)
+
+    # ------------------------------------------------------------------ a new signature
+
+    def _bind(self, signature: tuple | None, tensors: Sequence[Any], out: Any, lse: Any, return_lse: bool):
+        """Check everything that a signature tells, and prepare its launch."""
+        spec = self._spec
+        q, k, v, *rest = tensors
+        sizes = check.check_inputs(spec, q, k, v)
+        for param, t in zip(spec.tensors, rest, strict=True):
+            check.check_tensor(param, t, sizes, spec, q.device)
+        if not isinstance(return_lse, bool):
+            raise TypeError(f"return_lse: expected a bool, found {type(return_lse).__name__}")
+        if spec.scan == "none" and (return_lse or lse is not None):
+            name = "return_lse" if return_lse else "lse"
+            raise ValueError(f"{name}: expected none, since {spec.name} has scan = none: its weights have no lse")
+        lse_shape = (sizes.batch, sizes.qo_len, sizes.num_qo_heads)
+        out_shape = (*lse_shape, spec.head_dim_vo)
+        if out is not None:
+            check.check_output("out", out, out_shape, spec.dtype, spec, q.device)
+        if lse is not None:
+            check.check_output("lse", lse, lse_shape, torch.float32, spec, q.device)
+        if signature is None:
+            raise TypeError("q, k, v: expected plain torch tensors")
+        results = _Results(out_shape, lse_shape, q.dtype, q.device)
+        if 0 in lse_shape:
+            bound = _Nothing(results)
+        else:
+            bound = self._bind_launch(sizes, results, tensors, out, lse)
+        with self._lock:
+            while len(self._bindings) >= MAX_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            self._bindings[signature] = bound
+        return bound
+
+    def _bind_launch(self, sizes: check.Sizes, results: _Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any):
+        entry, spec = self._entry, self._spec
+        fields = launch.geometry(entry, spec, sizes)
+        for param, t in zip(spec.tensors, tensors[3:], strict=True):
+            fields |= launch.tensor_fields(param, t.shape, t.stride())
+        device = self._device(results.device)
+        q, k, v = tensors[:3]
+        written = torch.empty(results.out_shape, dtype=results.dtype, device="meta") if out is None else out
+        maps, unfit = {}, []
+        for name, t in (("q", q), ("k", k), ("v", v), ("out", written)):
+            key = "map_o" if name == "out" else f"map_{name}"
+            encoded = device.encode(t, self.manifest["dtype"], entry["tma"][key], q.data_ptr())
+            if encoded is None:
+                unfit.append(name)
+            else:
+                maps[key] = encoded
+        if lse is not None and not lse.is_contiguous():
+            unfit.append("lse")
+        if unfit:
+            return _Copies(self, frozenset(unfit))
+        tiles = fields["num_tiles_q"] * fields["num_heads_batch"]
+        binding = launch.Binding(entry, device.function, min(tiles, device.sm_count))
+        binding.set_maps(maps)
+        binding.set_fields(fields)
+        return _Launch(self, device, binding, results, empty_kv=sizes.kv_len == 0)
+
+    def _device(self, where: torch.device) -> _Device:
+        with self._lock:
+            if where not in self._devices:
+                driver = self._driver = self._driver or cuda_driver()
+                index = where.index or 0
+                function = driver.load(self._cubin, self._entry, self.manifest["arch"], index)
+                self._devices[where] = _Device(driver, index, function, Workspace(where), driver.sm_count(index))
+            return self._devices[where]
+
+
+class _Device:
+    """The kernel loaded on one device."""
+
+    def __init__(self, driver: Any, index: int, function: Any, workspace: Workspace, sm_count: int):
+        self.driver, self.index, self.function = driver, index, function
+        self.workspace, self.sm_count = workspace, sm_count
+        self._maps = MapCache(driver.encode)
+
+    def encode(self, t: torch.Tensor, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:
+        """The tensor map of `t`; None where TMA can't address its strides."""
+        wanted: TensorMap | None = zero_map(dtype, tma["box"], tma["swizzle"])
+        if t.numel():
+            wanted = tensor_map(t.shape, t.stride(), dtype, tma["box"], tma["swizzle"])
+        if wanted is None:
+            return None
+        try:
+            return self._maps.get(wanted, address & ~MISALIGNED)
+        except CudaError as e:
+            # The manual doesn't say whether a broadcast dimension may have stride 0: where it may not, copy.
+            if 0 in wanted.strides and e.name == "CUDA_ERROR_INVALID_VALUE":
+                return None
+            raise
+
+
+class _Results:
+    """What a call makes where the caller gives no memory."""
+
+    def __init__(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...], dtype: torch.dtype, device: Any):
+        self.out_shape, self.lse_shape, self.dtype, self.device = out_shape, lse_shape, dtype, device
+
+    def make(self, out: Any, lse: Any, return_lse: bool) -> tuple[torch.Tensor, Any]:
+        if out is None:
+            out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
+        if lse is None and return_lse:
+            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
+        return out, lse
+
+
+class _Nothing:
+    """A call without rows: empty results, no launch."""
+
+    def __init__(self, results: _Results):
+        self._results = results
+
+    def call(self, tensors, scalars, out, lse, return_lse):
+        out, lse = self._results.make(out, lse, return_lse)
+        return (out, lse) if return_lse else out
+
+
+class _Copies:
+    """A call with tensors that the kernel can't address: through contiguous copies of those."""
+
+    def __init__(self, kernel: Kernel, unfit: frozenset[str]):
+        self._kernel, self._unfit = kernel, unfit
+
+    def call(self, tensors, scalars, out, lse, return_lse):
+        unfit = self._unfit
+        names = ("q", "k", "v")
+        fit = [t.clone(memory_format=torch.contiguous_format) if n in unfit else t for n, t in zip(names, tensors)]
+        own_lse = lse is not None and "lse" in unfit
+        made = self._kernel._run(
+            fit + tensors[3:], scalars, None if "out" in unfit else out, None if own_lse else lse, return_lse or own_lse
+        )
+        made_out, made_lse = made if isinstance(made, tuple) else (made, lse)
+        if "out" in unfit:
+            made_out = out.copy_(made_out)
+        if own_lse:
+            made_lse = lse.copy_(made_lse)
+        return (made_out, made_lse) if return_lse else made_out
+
+
+class _Launch:
+    """A call that launches: everything but pointers, scalars and the stream is in place."""
+
+    def __init__(self, kernel: Kernel, device: _Device, binding: launch.Binding, results: _Results, empty_kv: bool):
+        spec = kernel._spec
+        self._kernel, self._device, self._driver, self._binding = kernel, device, device.driver, binding
+        self._results, self._empty_kv = results, empty_kv
+        self._q, self._k, self._v, self._o = (binding.cell(name) for name in launch.MAPS)
+        self._lse, self._tickets = binding.cell("lse"), binding.cell("tickets")
+        self._scalars = [binding.cell(f"s.{s.name}") for s in spec.scalars]
+        self._pointers = [
+            (binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1, t.name) for t in spec.tensors
+        ]
+
+    def call(self, tensors, scalars, out, lse, return_lse):
+        q, k, v = tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
+        given_out, given_lse = out, lse
+        if (q | k | v | (0 if out is None else out.data_ptr())) & MISALIGNED:
+            named = zip(("q", "k", "v", "out"), (*tensors[:3], out))
+            unfit = frozenset(name for name, t in named if t is not None and t.data_ptr() & MISALIGNED)
+            return _Copies(self._kernel, unfit).call(tensors, scalars, given_out, given_lse, return_lse)
+        pointers = [t.data_ptr() for t in tensors[3:]]
+        for pointer, (_, mask, name) in zip(pointers, self._pointers):
+            if pointer & mask:
+                raise ValueError(f"{name}: expected elements aligned to their size, found address {pointer:#x}")
+        out, lse = self._results.make(out, lse, return_lse)
+        driver, device, binding = self._driver, self._device, self._binding
+        stream = driver.current_stream(device.index)
+        tickets, zeros, alive = device.workspace.take(stream, driver.is_capturing(stream))
+        with binding.lock:
+            self._q.value = q
+            self._k.value = zeros if self._empty_kv else k
+            self._v.value = zeros if self._empty_kv else v
+            self._o.value = out.data_ptr()
+            self._lse.value = 0 if lse is None else lse.data_ptr()
+            self._tickets.value = tickets
+            for cell, value in zip(self._scalars, scalars):
+                cell.value = value
+            for (cell, _, _), pointer in zip(self._pointers, pointers):
+                cell.value = pointer
+            driver.launch(binding.function, binding.grid, stream, binding.arguments)
+        del alive  # the allocator reuses it in stream order
+        return (out, lse) if return_lse else out

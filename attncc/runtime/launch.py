@@ -1,0 +1,103 @@
+"""A bound launch: parameter storage laid out once for one signature of arguments, rewritten and reused by every call.
+
+The storage has the kernel's own parameter layout (offsets and sizes from the manifest).  What depends on shapes and
+strides is written when the binding is made; a call writes pointers, the first word of each tensor map, and scalars.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attncc.runtime.arguments import I32_MAX, Sizes, Spec, TensorParam
+
+SIZES = {"tensormap": 128, "ptr": 8, "i32": 4, "f32": 4}
+MAPS = ("map_q", "map_k", "map_v", "map_o")
+GEOMETRY = (
+    "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size", "num_tiles_q", "num_heads_batch",
+    "section_heads", "late_tiles",
+)  # fmt: skip
+
+# Keys and values of the heads that run together should stay in L2: 32 MiB of the H200's 50 MB measured best.
+L2_SECTION_BYTES = 32 << 20
+# Of a causal kernel's query tiles, the shortest quarter of every head is left for the end, where it evens out the CTAs.
+LATE_SHARE = 4
+
+
+def check_params(kernel: Mapping[str, Any], spec: Spec) -> None:
+    """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly."""
+    known = {*MAPS, *GEOMETRY, "lse", "tickets", *(f"s.{s.name}" for s in spec.scalars)}
+    known |= {f"t.{t.name}" for t in spec.tensors}
+    dims = {f"t.{t.name}": sum(2 if d in ("iq", "j") else 1 for d in t.dims) for t in spec.tensors}
+    known |= {f"{t}.{what}.{k}" for t, n in dims.items() for what in ("stride", "size") for k in range(n)}
+    end = 0
+    for param in kernel["params"]:
+        if param["name"] not in known or param["kind"] not in SIZES:
+            raise ValueError(f"kernel parameter {param['name']} ({param['kind']}) is not one this attncc knows to set")
+        align = 64 if param["kind"] == "tensormap" else SIZES[param["kind"]]
+        if param["size"] != SIZES[param["kind"]] or param["offset"] % align or param["offset"] < end:
+            raise ValueError(f"kernel parameter {param['name']}: offset {param['offset']}, size {param['size']}")
+        if param["kind"] == "tensormap" and param["name"] not in kernel["tma"]:
+            raise ValueError(f"kernel parameter {param['name']}: the manifest has no box for it")
+        end = param["offset"] + param["size"]
+
+
+def geometry(kernel: Mapping[str, Any], spec: Spec, sizes: Sizes) -> dict[str, int]:
+    """The kernel's i32 parameters that follow from the sizes of a call; ValueError where they pass 2³¹."""
+    tiles = -(-sizes.qo_len // kernel["tile_q"])
+    heads = sizes.batch * sizes.num_qo_heads
+    if tiles * heads > I32_MAX - 4096:  # a CTA looks one grid past the last tile
+        raise ValueError(f"q: expected fewer than 2³¹ tiles of {kernel['tile_q']} rows, found {tiles * heads}")
+    section, late = 1, 0
+    if kernel.get("causal_like"):
+        head_bytes = max(1, sizes.kv_len) * (spec.head_dim_qk + spec.head_dim_vo) * 2
+        section = min(heads, max(1, L2_SECTION_BYTES // head_bytes) * sizes.group_size)
+        late = tiles // LATE_SHARE
+    return {
+        "qo_len": sizes.qo_len, "kv_len": sizes.kv_len, "num_qo_heads": sizes.num_qo_heads,
+        "num_kv_heads": sizes.num_kv_heads, "group_size": sizes.group_size, "num_tiles_q": tiles,
+        "num_heads_batch": heads, "section_heads": section, "late_tiles": late,
+    }  # fmt: skip
+
+
+def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int]) -> dict[str, int]:
+    """`t.NAME.size.K` and `t.NAME.stride.K`.  Where there is one element, no index reads the stride: it may be huge."""
+    fields = {}
+    for k, (n, s) in enumerate(zip(shape, stride, strict=True)):
+        fields[f"t.{param.name}.size.{k}"] = n
+        fields[f"t.{param.name}.stride.{k}"] = s if n > 1 else 0
+    return fields
+
+
+class Binding:
+    """Parameter storage and grid for one signature.  `lock` guards the storage between writing and launching."""
+
+    def __init__(self, kernel: Mapping[str, Any], function: Any, grid: int):
+        params = kernel["params"]
+        self.function, self.grid, self.lock = function, grid, threading.Lock()
+        self._params = {p["name"]: p for p in params}
+        size = max((p["offset"] + p["size"] for p in params), default=0)
+        self._raw = ctypes.create_string_buffer(size + 64)
+        self._shift = -ctypes.addressof(self._raw) % 64
+        base = ctypes.addressof(self._raw) + self._shift
+        self._pointers = (ctypes.c_void_p * len(params))(*[base + p["offset"] for p in params])
+        self.arguments = ctypes.addressof(self._pointers)
+
+    def set_maps(self, maps: Mapping[str, bytes]) -> None:
+        for name, encoded in maps.items():
+            at = self._shift + self._params[name]["offset"]
+            self._raw[at : at + 128] = encoded
+
+    def set_fields(self, fields: Mapping[str, int]) -> None:
+        for name, value in fields.items():
+            if name in self._params:
+                self.cell(name).value = value
+
+    def cell(self, name: str) -> Any:
+        """A ctypes object over the parameter (over the address word of a tensor map); a spare one where the kernel
+        has no such parameter, so that callers write without asking."""
+        param = self._params.get(name)
+        kind = {"i32": ctypes.c_int32, "f32": ctypes.c_float}.get(param["kind"] if param else "ptr", ctypes.c_uint64)
+        return kind() if param is None else kind.from_buffer(self._raw, self._shift + param["offset"])

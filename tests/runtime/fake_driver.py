@@ -1,0 +1,117 @@
+"""A device that records: what `Kernel` would launch, seen through the same pointers that the driver reads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from attncc.runtime.artifact import Artifact
+from attncc.runtime.driver import CudaError
+
+KINDS = {"tensormap": (128, 64), "ptr": (8, 8), "i32": (4, 4), "f32": (4, 4)}
+GEOMETRY = [
+    "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size", "num_tiles_q", "num_heads_batch",
+    "section_heads", "late_tiles",
+]  # fmt: skip
+
+
+@dataclass
+class Launch:
+    function: object
+    grid: int
+    stream: int
+    values: dict
+
+
+class FakeDriver:
+    """The methods of runtime.driver.Driver over CPU (or meta) tensors."""
+
+    device_type = "cpu"
+
+    def __init__(self, device_type="cpu", stride_zero=True, sms=132):
+        self.device_type, self.stride_zero, self.sms = device_type, stride_zero, sms
+        self.launches: list[Launch] = []
+        self.loads: list[int] = []
+        self.encoded: list = []
+        self.stream = {0: 0, 1: 0}
+        self.capturing: set[int] = set()
+
+    def sm_count(self, device):
+        return self.sms
+
+    def current_stream(self, device):
+        return self.stream[device]
+
+    def is_capturing(self, stream):
+        return stream in self.capturing
+
+    def load(self, cubin, kernel, arch, device):
+        self.loads.append(device)
+        return ("function", device, kernel)
+
+    def encode(self, tensor_map, address):
+        assert address % 16 == 0
+        assert all(1 <= n <= 1 << 32 for n in tensor_map.dims)
+        assert all(s % 16 == 0 and s < 1 << 40 for s in tensor_map.strides)
+        if 0 in tensor_map.strides and not self.stride_zero:
+            raise CudaError("cuTensorMapEncodeTiled", "CUDA_ERROR_INVALID_VALUE")
+        self.encoded.append(tensor_map)
+        digest = hashlib.sha256(repr(tensor_map).encode()).digest()
+        return struct.pack("<Q", address) + (digest * 4)[:120]
+
+    def launch(self, function, grid, stream, arguments):
+        values = {}
+        params = function[2]["params"]
+        pointers = (ctypes.c_void_p * len(params)).from_address(arguments)
+        for p, pointer in zip(params, pointers, strict=True):
+            raw = ctypes.string_at(pointer, p["size"])
+            form = {"ptr": "<Q", "i32": "<i", "f32": "<f"}.get(p["kind"])
+            if form:
+                values[p["name"]] = struct.unpack(form, raw)[0]
+            else:
+                assert pointer % 64 == 0
+                values[p["name"]] = (struct.unpack_from("<Q", raw)[0], raw[8:])
+        self.launches.append(Launch(function, grid, stream, values))
+
+
+def layout(names):
+    """[(name, kind)] -> the manifest's params, laid out as the compiler does."""
+    at, params = 0, []
+    for name, kind in names:
+        size, align = KINDS[kind]
+        at = -(-at // align) * align
+        params.append({"name": name, "kind": kind, "offset": at, "size": size})
+        at += size
+    return params
+
+
+def manifest(scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False):
+    """A manifest as `attncc build` writes it.  scalars (name, type, default); tensors (name, dims, dtype)."""
+    names = [(f"map_{x}", "tensormap") for x in "qkvo"] + [("lse", "ptr"), ("tickets", "ptr")]
+    names += [(x, "i32") for x in GEOMETRY]
+    names += [(f"s.{n}", "f32" if t == "f32" else "i32") for n, t, _ in scalars]
+    for name, dims, _ in tensors:
+        rank = sum(2 if d in ("iq", "j") else 1 for d in dims)
+        names.append((f"t.{name}", "ptr"))
+        names += [(f"t.{name}.{what}.{k}", "i32") for k in range(rank) for what in ("stride", "size")]
+    box = {"box": [64, 64, 1, 1], "swizzle": 3}
+    return {
+        "schema": 1, "attncc": "0.1.0", "dsl": "4.8.1", "arch": "sm_90a",
+        "variant": {"name": "test", "path": "test.attn", "source": "", "sha256": "", "ir": ""},
+        "head_dim_qk": head_dim, "head_dim_vo": head_dim_vo or head_dim, "dtype": "bf16", "layout": "dense",
+        "scan": scan, "const": const or {},
+        "scalars": [{"name": n, "type": t, "default": d} for n, t, d in scalars],
+        "tensors": [{"name": n, "dims": list(d), "dtype": t, "sorted": False} for n, d, t in tensors],
+        "kernels": {"forward": {
+            "cubin": "forward.cubin", "entry": "attncc_test_0", "params": layout(names), "block": [384, 1, 1],
+            "smem": 230400, "registers": 168, "spill_bytes": 0, "tile_q": 128, "tile_kv": 128, "stages": 2,
+            "build_seconds": 1.5, "causal_like": causal_like, "tma": {f"map_{x}": dict(box) for x in "qkvo"},
+        }},
+    }  # fmt: skip
+
+
+def artifact(**options):
+    return Artifact(manifest(**options), {"forward": b"cubin"}, Path("test"))

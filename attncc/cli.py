@@ -1,0 +1,482 @@
+"""The command line: click commands and rich tables over compiler, runtime and explain.
+
+Every import that costs time stands inside the command that needs it: `check` and `show` load neither torch nor cutlass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attncc.diagnostics import AttnError, Diagnostic, Source
+
+if TYPE_CHECKING:
+    from attncc.ir.nodes import Variant
+
+
+class Commands(click.Group):
+    """A source error ends any command with its diagnostics on stderr and exit code 1, never with a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except AttnError as e:
+            click.echo(str(e), err=True)
+            ctx.exit(1)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order in which a user meets them
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="attncc")
+def main() -> None:
+    """A compiler for attention variants: .attn text in, kernels for Hopper GPUs out.
+
+    \b
+    A first tour (none of this needs a GPU):
+      attncc check examples/gemma2.attn                       is it right?
+      attncc explain examples/gemma2.attn:gemma2_local --qo 8192 --kv 8192
+      attncc show examples/gemma2.attn --stage py             what the kernel is given
+      attncc build examples/gemma2.attn -o build/gemma2       Hopper kernels
+      attncc run examples/gemma2.attn --qo 100 --kv 300       against the float64 reference
+
+    FILE:VARIANT names one variant of a file; FILE alone means all of them.
+    """
+
+
+# ---------------------------------------------------------------------------------------------------- arguments
+
+
+@dataclass(frozen=True)
+class Target:
+    """FILE or FILE:VARIANT."""
+
+    path: str
+    variant: str | None = None
+
+    def load(self) -> tuple[Source, tuple[Variant, ...]]:
+        """The source and the variants that are meant.  Raises AttnError, also for a variant that isn't there."""
+        from attncc import compiler
+
+        source = Source.read(self.path)
+        variants = compiler.variants(source)
+        if self.variant is None:
+            return source, variants
+        chosen = tuple(v for v in variants if v.name == self.variant)
+        if not chosen:
+            names = [v.name for v in variants]
+            near = difflib.get_close_matches(self.variant, names, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"it has: {', '.join(names)}"
+            raise AttnError([Diagnostic(f"no variant '{self.variant}'", source, hint=hint)])
+        return source, chosen
+
+
+class TargetType(click.ParamType):
+    name = "FILE[:VARIANT]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Target:
+        if isinstance(value, Target):
+            return value
+        path, colon, variant = value.rpartition(":")
+        if os.path.exists(value) or not colon or not variant.isidentifier():
+            return Target(value)  # a file may have ':' in its name
+        return Target(path, variant)
+
+
+class Assignment(click.ParamType):
+    """NAME=VALUE; the value is an integer, a number, or true / false."""
+
+    name = "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, object]:
+        if isinstance(value, tuple):
+            return value
+        name, equals, text = value.partition("=")
+        if not equals or not name.isidentifier():
+            self.fail(f"expected NAME=VALUE, found {value!r}", param, ctx)
+        if text.lower() in ("true", "false"):
+            return name, text.lower() == "true"
+        for number in (int, float):
+            try:
+                return name, number(text)
+            except ValueError:
+                continue
+        self.fail(f"{name}: expected an integer, a number, true or false, found {text!r}", param, ctx)
+
+
+TARGET, ASSIGNMENT = TargetType(), Assignment()
+ARCHITECTURES, LAYOUTS, DTYPES = ("sm_90a",), ("dense", "ragged", "paged"), ("bf16", "f16")
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a variant does not say and a kernel must know; `const` as given, for all targets together."""
+
+    head_dim: int = 128
+    head_dim_vo: int | None = None
+    dtype: str = "bf16"
+    arch: str = "sm_90a"
+    const: dict[str, object] = field(default_factory=dict)
+
+    def for_variant(self, variant: Variant) -> dict[str, Any]:
+        """Keyword arguments for the compiler: the const values that `variant` has, in their declared types."""
+        return {
+            "variant": variant.name, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
+            "dtype": self.dtype, "const": _own_values(variant, self.const, const=True),
+        }  # fmt: skip
+
+
+def build_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that build, run, bench and show share; the command receives them as one `options`."""
+    import functools
+
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> None:
+        kv_dtype, layout, page_size = (given.pop(name) for name in ("kv_dtype", "layout", "page_size"))
+        names = ("head_dim", "head_dim_vo", "dtype", "arch")
+        options = BuildOptions(**{name: given.pop(name) for name in names}, const=dict(given.pop("const")))
+        _refuse_unsupported(options, kv_dtype, layout, page_size)
+        command(options=options, **given)
+
+    for option in reversed([
+        click.option("--head-dim", type=int, default=128, show_default=True, metavar="N",
+                     help="Head dimension of q and k: a multiple of 8 up to 256."),
+        click.option("--head-dim-vo", type=int, metavar="N",
+                     help="Head dimension of v and out.  [default: --head-dim]"),
+        click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True,
+                     help="Type of q, k, v and out."),
+        click.option("--kv-dtype", type=click.Choice(["bf16", "f16", "e4m3"]),
+                     help="Type of k and v; for now it must be --dtype."),
+        click.option("--layout", type=click.Choice(LAYOUTS), default="dense", show_default=True,
+                     help="How requests lie in memory; for now dense only."),
+        click.option("--page-size", type=int, metavar="N", help="Rows of a page, with --layout paged."),
+        click.option("--arch", type=click.Choice(ARCHITECTURES), default="sm_90a", show_default=True, help="Target."),
+        click.option("--const", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
+                     help="Value of a const parameter; may be repeated."),
+    ]):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None, layout: str, page_size: int | None) -> None:
+    if kv_dtype not in (None, options.dtype):
+        raise click.ClickException(
+            f"--kv-dtype {kv_dtype}: keys and values of another type than q are not supported yet; "
+            f"what works: --kv-dtype {options.dtype}"
+        )
+    if layout != "dense":
+        raise click.ClickException(f"--layout {layout}: not supported yet; what works: --layout dense")
+    if page_size is not None:
+        raise click.ClickException("--page-size: goes with --layout paged, which is not supported yet")
+
+
+def _own_values(variant: Variant, given: dict[str, object], *, const: bool | None) -> dict[str, object]:
+    """Those of the `given` values that belong to scalars of `variant`; an integer becomes a float for an f32.
+
+    `const`: true for const parameters, false for run-time ones, None for both.
+    """
+    kinds = {p.name: p.type.elem for p in variant.scalars if const in (None, p.const)}
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        if name in kinds:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            values[name] = float(value) if whole and kinds[name] == "f32" else value  # type: ignore[arg-type]
+    return values
+
+
+def _check_names(variants: Sequence[Variant], given: dict[str, object], option: str, *, const: bool | None) -> None:
+    """Every NAME of --const or --set belongs to one of the variants at least."""
+    known = {p.name for v in variants for p in v.scalars if const in (None, p.const)}
+    for name in given:
+        if name not in known:
+            kind = "scalar" if const is None else "const parameter" if const else "run-time scalar"
+            raise click.ClickException(
+                f"{option} {name}: no {kind} of that name; there is: {', '.join(sorted(known)) or 'none'}"
+            )
+
+
+@contextmanager
+def argument_errors() -> Iterator[None]:
+    """ValueError and TypeError of compiler and runtime are messages for the user: they name the argument."""
+    try:
+        yield
+    except (ValueError, TypeError) as e:
+        raise click.ClickException(str(e)) from e
+
+
+# ---------------------------------------------------------------------------------------------------- commands
+
+
+@main.command(short_help="Say what is wrong with .attn files.")
+@click.argument("files", nargs=-1, required=True, type=TARGET, metavar="FILE...")
+@click.pass_context
+def check(ctx: click.Context, files: tuple[Target, ...]) -> None:
+    """Say what is wrong with .attn files: file:line:column, the line, and the nearest thing that would work.
+
+    \b
+      attncc check examples/*.attn
+
+    Prints a line for each file without errors; exits with 1 where there are any.
+    """
+    failed = False
+    for target in files:
+        try:
+            _, variants = target.load()
+        except AttnError as e:
+            click.echo(str(e), err=True)
+            failed = True
+        else:
+            click.echo(f"{target.path}: ok ({', '.join(v.name for v in variants)})")
+    ctx.exit(1 if failed else 0)
+
+
+@main.command(short_help="Print what one stage of the compiler made.")
+@click.argument("target", type=TARGET)
+@click.option(
+    "--stage",
+    required=True,
+    type=click.Choice(["ast", "ir", "grad", "py", "ptx", "sass"]),
+    help="ast: as parsed; ir: typed and simplified; py: the generated module; ptx, sass: the kernel's code.",
+)
+@build_options
+def show(target: Target, stage: str, options: BuildOptions) -> None:
+    """Print what one stage of the compiler made of a variant.
+
+    \b
+      attncc show examples/gemma2.attn --stage ir
+      attncc show examples/gemma2.attn:gemma2_local --stage sass --head-dim 64
+    """
+    if stage == "grad":
+        raise click.ClickException("--stage grad: gradients are not supported yet; what works: ast, ir, py, ptx, sass")
+    from attncc import compiler
+
+    source, variants = target.load()
+    _check_names(variants, options.const, "--const", const=True)
+    if stage == "ast":
+        click.echo(compiler.show_ast(source, target.variant).rstrip())
+        return
+    with argument_errors():
+        texts = [compiler.show(source, stage, **options.for_variant(v)) for v in variants]
+    click.echo("\n\n".join(text.rstrip() for text in texts))
+
+
+@main.command(short_help="Build Hopper kernels, on any machine.")
+@click.argument("targets", nargs=-1, required=True, type=TARGET, metavar="FILE[:VARIANT]...")
+@click.option(
+    "-o",
+    "--output",
+    default="build",
+    show_default=True,
+    metavar="DIR",
+    help="Where the artifact goes; with several kernels, each goes to DIR/VARIANT.",
+)
+@click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once.  [default: one a core]")
+@build_options
+@click.pass_context
+def build(
+    ctx: click.Context, targets: tuple[Target, ...], output: str, jobs: int | None, options: BuildOptions
+) -> None:
+    """Build Hopper kernels on any machine: no GPU, no driver.
+
+    \b
+      attncc build examples/gemma2.attn:gemma2_local -o build/local
+      attncc build examples/*.attn --head-dim 64 --dtype f16 -o build/all
+
+    An artifact directory holds cubin, PTX and manifest.json; attncc.load(DIR) runs it with torch and cuda-bindings
+    alone.  Kernels that fail, spilled registers included, are reported at the end, and the exit code is 1.
+    """
+    from attncc import parallel_build
+
+    work = [(source, v) for source, variants in (t.load() for t in targets) for v in variants]
+    _check_names([v for _, v in work], options.const, "--const", const=True)
+    names = [v.name for _, v in work]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise click.ClickException(f"-o {output}: two kernels would both go to {os.path.join(output, twice[0])}")
+    jobs_todo = [
+        parallel_build.Job(source, output if len(work) == 1 else os.path.join(output, v.name), options.for_variant(v))
+        for source, v in work
+    ]
+    with argument_errors():
+        results = parallel_build.build_all(jobs_todo, jobs)
+    ctx.exit(parallel_build.show(results))
+
+
+def shape_options(batch: int, length: int, heads: int, kv_heads: int) -> Callable[..., Any]:
+    """Options for the shape of a call and its parameters, with these defaults."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        count = click.IntRange(min=0)
+        for option in reversed([
+            click.option("--batch", type=count, default=batch, show_default=True, metavar="N", help="Requests."),
+            click.option("--qo", type=count, default=length, show_default=True, metavar="N", help="Query rows each."),
+            click.option("--kv", type=count, metavar="N", help="Key rows each.  [default: --qo]"),
+            click.option("--heads", type=click.IntRange(min=1), default=heads, show_default=True, metavar="N",
+                         help="Query heads."),
+            click.option("--kv-heads", type=click.IntRange(min=1), default=kv_heads, show_default=True, metavar="N",
+                         help="Key/value heads."),
+            click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random data."),
+            click.option("--set", "settings", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
+                         help="Value of a run-time scalar; may be repeated.  [default: the file's]"),
+        ]):  # fmt: skip
+            command = option(command)
+        return command
+
+    return add
+
+
+def _shape(options: BuildOptions, batch: int, qo: int, kv: int | None, heads: int, kv_heads: int) -> Any:
+    from attncc.random_inputs import Shape
+
+    if heads % kv_heads:
+        raise click.ClickException(f"--heads: expected a multiple of the {kv_heads} kv heads, found {heads}")
+    head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
+    return Shape(batch, qo, qo if kv is None else kv, heads, kv_heads, options.head_dim, head_dim_vo)
+
+
+@main.command(short_help="Run on random data; error against the reference.")
+@click.argument("target", type=TARGET)
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "cuda", "reference"]),
+    default="auto",
+    show_default=True,
+    help="auto: the GPU when there is one.",
+)
+@shape_options(batch=1, length=256, heads=8, kv_heads=2)
+@build_options
+@click.pass_context
+def run(
+    ctx: click.Context, target: Target, backend: str, options: BuildOptions, seed: int,
+    settings: tuple[tuple[str, object], ...], **shape: Any,
+) -> None:  # fmt: skip
+    """Run a variant once on random data and print its error against the float64 reference.
+
+    \b
+      attncc run examples/gemma2.attn:gemma2_local --qo 100 --kv 3000 --set window=512
+      attncc run examples/alibi.attn --backend reference --heads 6 --kv-heads 2
+
+    Tensor parameters are random too.  Exits with 1 where the result is wrong.
+    """
+    source, variants = target.load()
+    given = dict(settings)
+    _check_names(variants, options.const, "--const", const=True)
+    _check_names(variants, given, "--set", const=False)
+    size = _shape(options, **shape)
+    from attncc import trial
+
+    ok = True
+    with argument_errors():
+        name, described = trial.pick_backend(backend)
+        for variant in variants:
+            result = trial.trial(
+                source, variant, size, options.for_variant(variant),
+                backend=name, seed=seed, given=_own_values(variant, given, const=False),
+            )  # fmt: skip
+            ok = _show_trial(variant, result, described, f"{size}, {options.dtype}, seed {seed}") and ok
+    ctx.exit(0 if ok else 1)
+
+
+TOLERANCE = 2e-2  # relative, in the Frobenius norm: ten times what bf16 rounding leaves
+
+
+def _show_trial(variant: Variant, result: Any, backend: str, call: str) -> bool:
+    """Print one result; true where it agrees with the reference."""
+    ok = result.agrees and result.out_error <= TOLERANCE
+    lines = [("call", call), ("backend", backend)]
+    lines += [(n, f"{v} (chosen: it has no default and no --set)") for n, v in result.inputs.chosen.items()]
+    lse = "no lse (scan = none)" if result.lse_max is None else f"lse {result.lse_max:.1e} at most"
+    lines.append(("error", f"out {result.out_error:.1e} relative, {result.out_max:.1e} at most; {lse}"))
+    if result.milliseconds is not None:
+        lines.append(("time", f"{result.milliseconds:.3f} ms"))
+    click.echo(f"{variant.name}: {'ok' if ok else 'WRONG'}, against the float64 reference")
+    for label, text in lines:
+        click.echo(f"  {label:8} {text}")
+    return ok
+
+
+@main.command(short_help="Show which tiles are empty, full, partial.")
+@click.argument("target", type=TARGET)
+@click.option("--qo", required=True, type=click.IntRange(min=1), metavar="N", help="Query rows.")
+@click.option("--kv", required=True, type=click.IntRange(min=1), metavar="N", help="Key rows.")
+@click.option("--png", type=click.Path(dir_okay=False), metavar="FILE", help="Draw the tile map too.")
+@click.option(
+    "--set",
+    "settings",
+    type=ASSIGNMENT,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Value of a scalar; may be repeated.  [default: the file's]",
+)
+def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[tuple[str, object], ...]) -> None:
+    """Show which tiles of the score matrix are empty, full or partial, and what share of the work is skipped.
+
+    \b
+      attncc explain examples/causal.attn:sliding_window --qo 4096 --kv 4096 --set window=512
+      attncc explain examples/gemma2.attn:gemma2_local --qo 8192 --kv 8192 --png tiles.png
+    """
+    from attncc.explain import explain as explain_variant
+
+    _, variants = target.load()
+    given = dict(settings)
+    _check_names(variants, given, "--set", const=None)
+    if png is not None and len(variants) > 1:
+        names = ", ".join(v.name for v in variants)
+        raise click.ClickException(f"--png: one variant a picture; name it as FILE:VARIANT, one of {names}")
+    with argument_errors():
+        for variant in variants:
+            explanation = explain_variant(variant, qo, kv, values=_own_values(variant, given, const=None))
+            click.echo(explanation.text())
+            if png is not None:
+                explanation.png(png)
+                click.echo(f"drawn: {png}")
+
+
+@main.command(short_help="Time against cuDNN and FlexAttention.")
+@click.argument("target", type=TARGET)
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Rounds; the order rotates, the median counts.",
+)
+@shape_options(batch=4, length=4096, heads=32, kv_heads=8)
+@build_options
+def bench(
+    target: Target, rounds: int, options: BuildOptions, seed: int, settings: tuple[tuple[str, object], ...],
+    **shape: Any,
+) -> None:  # fmt: skip
+    """Time a variant on the GPU against cuDNN and FlexAttention, in the same run.
+
+    \b
+      attncc bench examples/gemma2.attn:gemma2_local --set window=1024
+      attncc bench examples/causal.attn:causal --batch 1 --qo 16384
+
+    cuDNN computes plain full or causal attention whatever the variant: it is a yardstick, FlexAttention a rival.
+    """
+    source, variants = target.load()
+    given = dict(settings)
+    _check_names(variants, options.const, "--const", const=True)
+    _check_names(variants, given, "--set", const=False)
+    size = _shape(options, **shape)
+    from attncc import benchmark
+
+    with argument_errors():
+        benchmark.require_gpu()
+        rows = [
+            benchmark.bench_variant(
+                source, variant, size, options.for_variant(variant),
+                seed=seed, given=_own_values(variant, given, const=False), rounds=rounds,
+            )
+            for variant in variants
+        ]  # fmt: skip
+    benchmark.show(rows)

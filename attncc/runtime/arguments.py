@@ -204,9 +204,8 @@ def check_inputs(spec: Spec, q: Any, k: Any, v: Any) -> Sizes:
             raise ValueError(f"{name}: expected rank 4, [B, {rows}, {width}], found {_shape(t)}")
         _on_device(name, t, spec, q.device if isinstance(q, torch.Tensor) else None)
         if t.dtype != spec.dtype:
-            raise TypeError(
-                f"{name}: expected dtype {_dtype(spec.dtype)} (what the kernel was compiled for), found {_dtype(t.dtype)}"
-            )
+            wanted = f"{_dtype(spec.dtype)} (what the kernel was compiled for)"
+            raise TypeError(f"{name}: expected dtype {wanted}, found {_dtype(t.dtype)}")
         if t.shape[3] != getattr(spec, width):
             raise ValueError(
                 f"{name}: expected {width} {getattr(spec, width)} (what the kernel was compiled for) in the last "
@@ -253,7 +252,7 @@ def check_tensor(param: TensorParam, t: Any, sizes: Sizes, spec: Spec, device: A
     _plain(param.name, t)
     labels = expand(param, sizes, spec)
     fits = t.dim() == len(labels) and all(
-        n == want or want is None or (label == "pos" and n >= want) for n, (label, want) in zip(t.shape, labels)
+        n == want or want is None or (label == "pos" and n >= want) for n, (label, want) in zip(t.shape, labels, strict=False)
     )
     if not fits:
         spaces = ", ".join(label for label, _ in labels)

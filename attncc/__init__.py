@@ -1,0 +1,38 @@
+"""attncc: a compiler for attention variants.
+
+    kernel = attncc.compile("gemma2.attn", variant="gemma2_local", head_dim=128)
+    out = kernel(q, k, v, window=4096)
+
+Importing the package imports neither torch nor the compiler: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["AttnError", "__version__", "compile", "load", "reference"]
+
+_HOMES = {
+    "AttnError": "attncc.diagnostics",
+    "compile": "attncc.compiler",
+    "load": "attncc.compiler",
+    "reference": "attncc.compiler",
+}
+
+if TYPE_CHECKING:
+    from attncc.compiler import compile, load, reference
+    from attncc.diagnostics import AttnError
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attncc' has no attribute {name!r}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,331 @@
+"""The whole route on one screen: from a source to a kernel, and to what each stage on the way makes.
+
+    Source -> frontend.load -> Variant -> specialize, simplify -> Variant -> config.choose, emit -> text
+           -> build -> cubin, manifest -> cache -> Artifact -> Kernel
+
+Every stage is imported where it is used: nothing here loads torch, lark or cutlass before it is needed, and a kernel
+that is in the cache needs neither lark nor cutlass.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import numbers
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attncc.diagnostics import AttnError, Diagnostic, Source
+
+if TYPE_CHECKING:
+    from attncc.codegen.config import KernelConfig
+    from attncc.codegen.emit import Emitted
+    from attncc.ir.nodes import Variant
+    from attncc.ir.reference import Reference
+    from attncc.runtime.artifact import Artifact
+    from attncc.runtime.kernel import Kernel
+
+DTYPES = {"bf16": "bf16", "f16": "f16", "torch.bfloat16": "bf16", "torch.float16": "f16"}
+LAYOUTS, ARCHITECTURES = ("dense",), ("sm_90a",)
+STAGES = ("ast", "ir", "py", "ptx", "sass")
+MAX_HEAD_DIM = 256
+RESERVED = ("return_lse", "out")  # keyword arguments of a call; q, k, v and lse are names of the language
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a source doesn't say and a kernel must know; checked and in one spelling."""
+
+    head_dim_qk: int
+    head_dim_vo: int
+    dtype: str
+    layout: str
+    arch: str
+    const: Mapping[str, int | float | bool]
+
+
+# ---------------------------------------------------------------------- what users call
+
+
+def compile(
+    source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
+    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense", arch: str = "sm_90a",
+) -> Kernel:  # fmt: skip
+    """The kernel of a variant, from the cache where it was built before.
+
+    `source`: .attn text where it contains a newline, else a path.  `variant` may be left out for a file with one.
+    `head_dim` of q and k, `head_dim_vo` of v and out (default: the same): multiples of 8 up to 256.  `dtype`:
+    torch.bfloat16 or torch.float16 (or "bf16", "f16").  `const`: values of const parameters.
+
+    Raises AttnError for what is wrong with the source or can't be done on the target, ValueError and TypeError for
+    the other arguments.
+    """
+    options = _options(head_dim, head_dim_vo, dtype, const, layout, arch)
+    src = _source(source)
+    key = _key(src, variant, options)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        from attncc.runtime.kernel import Kernel
+
+        kernel = _kernels.setdefault(key, Kernel(_artifact(key, src, variant, options)))
+    return kernel
+
+
+_kernels: dict[str, Kernel] = {}
+
+
+def load(path: str | Path) -> Kernel:
+    """The kernel of an artifact directory.  Raises ValueError where the artifact isn't whole."""
+    from attncc.runtime.artifact import read_artifact
+    from attncc.runtime.kernel import Kernel
+
+    return Kernel(read_artifact(path))
+
+
+def reference(
+    source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
+    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense", arch: str = "sm_90a",
+    compute_dtype: Any = None,
+) -> Reference:  # fmt: skip
+    """The oracle: the variant as a plain function in float64 (or `compute_dtype`) on tensors of any float dtype,
+    anywhere.  Takes the arguments of `compile`; honours every feature of the language and every layout (`.ragged`,
+    `.paged`), whatever `layout` and `arch` say.  Raises as `compile` does."""
+    import torch
+
+    from attncc.ir.reference import Reference
+
+    chosen = _choose(variants(source), variant, _source(source))
+    taken = {"bf16": torch.bfloat16, "f16": torch.float16}.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    return Reference(
+        chosen, head_dim=head_dim, head_dim_vo=head_dim_vo, dtype=taken, const=const,
+        compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- stages
+
+
+def variants(source: str | Path | Source) -> tuple[Variant, ...]:
+    """The variants of a source, checked and lowered.  Raises AttnError with all that is wrong."""
+    from attncc import frontend
+
+    return frontend.load(_source(source))
+
+
+def specialized(variant: Variant, options: Options) -> Variant:
+    """The variant with its const parameters and head dims filled in, simplified."""
+    from attncc.ir.rewrite import simplify, specialize
+
+    dims = {"head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo}
+    return simplify(specialize(variant, const=options.const, **dims))
+
+
+def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig]:
+    """The functor module of a specialized variant and the kernel it goes into.  AttnError where kernels can't."""
+    from attncc.codegen import config, emit
+
+    refuse(variant)
+    chosen = config.choose(
+        variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype
+    )  # fmt: skip
+    return emit.emit(variant, chosen), chosen
+
+
+def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """(manifest, files) of a variant: the route from text to cubin."""
+    written = _choose(variants(src), variant, src)
+    special = specialized(written, options)
+    emitted, config = generated(special, options)
+    from attncc.codegen.build import build
+
+    with tempfile.TemporaryDirectory(prefix="attncc-build-") as work_dir:
+        result = build(emitted, config, work_dir)
+    return _manifest(src, written, special, options, result["kernel"]), result["files"]
+
+
+def _artifact(key: str, src: Source, variant: str | None, options: Options) -> Artifact:
+    from attncc import cache
+
+    return cache.get_or_build(key, lambda: built(src, variant, options))
+
+
+def build_artifact(source: str | Path | Source, out_dir: str | Path, *, variant: str | None = None, **options: Any):
+    """Put the artifact of a variant into `out_dir`; arguments and errors as of `compile`.  Returns its manifest."""
+    from attncc.codegen.artifact import write_artifact
+
+    src, chosen = _source(source), _options(**_with_defaults(options))
+    found = _artifact(_key(src, variant, chosen), src, variant, chosen)
+    manifest = {**found.manifest, "variant": {**found.manifest["variant"], "path": src.name}}
+    del manifest["key"]
+    return write_artifact(out_dir, manifest, {name: (found.path / name).read_bytes() for name in manifest["files"]})
+
+
+def show(source: str | Path | Source, stage: str, *, variant: str | None = None, **options: Any) -> str:
+    """What a stage makes of a variant, as text.  `stage`: ast, ir, py, ptx, sass; the rest as of `compile`."""
+    if stage not in STAGES:
+        raise ValueError(f"stage: expected one of {', '.join(STAGES)}, found {stage!r}")
+    src = _source(source)
+    if stage == "ast":
+        return show_ast(src, variant)
+    chosen = _options(**_with_defaults(options))
+    if stage in ("ir", "py"):
+        special = specialized(_choose(variants(src), variant, src), chosen)
+        if stage == "py":
+            return generated(special, chosen)[0].text
+        from attncc.ir.text import print_variant
+
+        return print_variant(special)
+    found = _artifact(_key(src, variant, chosen), src, variant, chosen)
+    if stage == "ptx":
+        return (found.path / "forward.ptx").read_text(encoding="utf-8")
+    from attncc.codegen.cubin import disassemble
+
+    return disassemble(found.cubins["forward"])
+
+
+def show_ast(source: str | Path | Source, variant: str | None = None) -> str:
+    """The syntax tree of a source, or of one variant of it.  Raises AttnError for a syntax error."""
+    from dataclasses import replace
+
+    from attncc import frontend
+    from attncc.frontend import ast
+
+    src = _source(source)
+    file = frontend.parse(src)
+    if variant is not None:
+        file = replace(file, variants=(_choose(file.variants, variant, src),))
+    return ast.dump(file)
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _source(source: str | Path | Source) -> Source:
+    if isinstance(source, Source):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise TypeError(f"source: expected .attn text or a path, found {type(source).__name__}")
+    return Source.of(source)
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {"head_dim_vo": None, "dtype": "bf16", "const": None, "layout": "dense", "arch": "sm_90a"}
+    for name in options:
+        if name != "head_dim" and name not in defaults:
+            raise TypeError(f"{name}: unknown option; there are head_dim, {', '.join(defaults)}")
+    if "head_dim" not in options:
+        raise TypeError("head_dim: expected, found nothing")
+    return {**defaults, **options}
+
+
+def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, arch: Any) -> Options:
+    """Checked options.  Raises ValueError and TypeError naming the argument."""
+    dims = {"head_dim": head_dim, "head_dim_vo": head_dim if head_dim_vo is None else head_dim_vo}
+    for name, value in dims.items():
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
+        if value % 8 or not 8 <= value <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a multiple of 8 from 8 to {MAX_HEAD_DIM}, found {value}")
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16 (or 'bf16', 'f16'), found {dtype}")
+    for name, value, works in (("layout", layout, LAYOUTS), ("arch", arch, ARCHITECTURES)):
+        if value not in works:
+            raise ValueError(f"{name}: {value!r} is not supported yet; what works: {', '.join(map(repr, works))}")
+    if const is not None and not isinstance(const, Mapping):
+        raise TypeError(f"const: expected a dict of parameter names and values, found {type(const).__name__}")
+    values = {name: _const_value(name, value) for name, value in (const or {}).items()}
+    return Options(int(dims["head_dim"]), int(dims["head_dim_vo"]), DTYPES[str(dtype)], layout, arch, values)
+
+
+def _const_value(name: Any, value: Any) -> int | float | bool:
+    """A plain Python number: numpy's scalars are taken, tensors and strings are not."""
+    if not isinstance(name, str):
+        raise TypeError(f"const: expected parameter names as keys, found {name!r}")
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"const[{name!r}]: expected an int, float or bool, found {type(value).__name__}")
+
+
+def _choose(found: tuple[Any, ...], name: str | None, src: Source) -> Any:
+    """The variant of that name, or the only one."""
+    names = [str(v.name) for v in found]
+    if name is None:
+        if len(found) == 1:
+            return found[0]
+        raise ValueError(f"variant: expected one of {', '.join(names)}, since {src.name} has several, found none")
+    if name in names:
+        return found[names.index(name)]
+    close = difflib.get_close_matches(str(name), names, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"variant: expected one of {', '.join(names)}, as in {src.name}, found {name!r}{hint}")
+
+
+def refuse(variant: Variant) -> None:
+    """AttnError for every part of a specialized variant that kernels can't honour yet, with where it stands."""
+    from attncc.ir.nodes import SLOT_DEFAULTS, Rope, walk
+
+    works = "attncc.reference(…) computes it"
+    src = variant.source or Source(variant.name, "")
+    problems = [
+        Diagnostic(f"kernels can't transform {slot[-1]} yet (slot {slot})", src, variant.span_of(slot), hint)
+        for slot in ("f_q", "f_k", "f_v")
+        if getattr(variant, slot) != SLOT_DEFAULTS[slot]
+        for hint in (f"nearest: apply it to {slot[-1]} before the call, or {works}",)
+    ]
+    if variant.domain is not None:
+        hint = f"nearest: say which keys exist in mask, or {works}"
+        problems.append(Diagnostic("kernels can't select blocks yet (slot domain)", src, variant.domain.span, hint))
+    for emit in variant.emits:
+        problems.append(Diagnostic(f"kernels can't emit yet (emit {emit.name})", src, emit.span, f"nearest: {works}"))
+    for e in walk(variant.epilogue):
+        if isinstance(e, Rope):
+            problems.append(Diagnostic("kernels can't apply rope in epilogue yet", src, e.span, f"nearest: {works}"))
+    for param in (*variant.scalars, *variant.tensors):
+        if param.name in RESERVED:
+            message = f"a kernel's call keeps the name {param.name!r} for itself"
+            problems.append(Diagnostic(message, src, param.span, "rename the parameter"))
+    if problems:
+        raise AttnError(problems)
+
+
+# ---------------------------------------------------------------------- key and manifest
+
+
+def _key(src: Source, variant: str | None, options: Options) -> str:
+    from attncc import cache
+    from attncc.codegen.config import DSL_VERSION
+    from attncc.runtime.artifact import SCHEMA
+
+    fields = {"source": src.text, "variant": variant, "options": asdict(options), "dsl": DSL_VERSION, "schema": SCHEMA}
+    return cache.key_of(fields)
+
+
+def _manifest(src: Source, written: Variant, special: Variant, options: Options, kernel: dict) -> dict[str, Any]:
+    from attncc import __version__
+    from attncc.codegen.config import DSL_VERSION
+    from attncc.ir.text import print_variant
+
+    return {
+        "attncc": __version__, "dsl": DSL_VERSION, "arch": options.arch,
+        "variant": {
+            "name": written.name, "path": src.name, "source": src.text,
+            "sha256": hashlib.sha256(src.text.encode()).hexdigest(), "ir": print_variant(special),
+        },
+        "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "dtype": options.dtype,
+        "layout": options.layout, "scan": written.scan.kind,
+        "const": {p.name: options.const.get(p.name, p.default) for p in written.scalars if p.const},
+        "scalars": [
+            {"name": p.name, "type": p.type.elem, "default": p.default} for p in written.scalars if not p.const
+        ],
+        "tensors": [
+            {"name": t.name, "dims": list(t.dims), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
+        ],
+        "kernels": {"forward": kernel},
+    }  # fmt: skip

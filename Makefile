@@ -43,7 +43,7 @@ test: lint
 	$(BIN)/pytest -n 2 $(ARGS)
 
 prebuild: $(STAMP)
-	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(BIN)/python bench/prebuild.py
+	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(BIN)/python tests/gpu/prebuild.py
 
 # PYTHON_GPU: an interpreter that has torch with CUDA, cuda-bindings, lark and pytest; kernels come from the cache.
 PYTHON_GPU ?= $(BIN)/python

@@ -1,0 +1,160 @@
+"""Every kernel that the GPU tests and benchmarks need, in one place: `prebuild.py` builds them, the tests run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from attncc import compiler
+from attncc.diagnostics import Source
+from attncc.ir.nodes import SLOT_DEFAULTS, Variant
+from attncc.random_inputs import FLOATS, Shape
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel: a variant of an example file, or of .attn text, and the options it is built with."""
+
+    source: str
+    variant: str
+    head_dim: int = 128
+    head_dim_vo: int | None = None
+    dtype: str = "bf16"
+    const: tuple[tuple[str, object], ...] = ()
+
+    def __str__(self) -> str:
+        dims = f"{self.head_dim}" if self.head_dim_vo is None else f"{self.head_dim}-{self.head_dim_vo}"
+        return "-".join([self.variant, dims, self.dtype, *(f"{k}={v}" for k, v in self.const)])
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Keyword arguments for attncc.compile and attncc.reference."""
+        return {
+            "variant": self.variant, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
+            "dtype": FLOATS[self.dtype], "const": dict(self.const),
+        }  # fmt: skip
+
+    def shape(self, batch: int, qo_len: int, kv_len: int, num_qo_heads: int, num_kv_heads: int) -> Shape:
+        head_dim_vo = self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+        return Shape(batch, qo_len, kv_len, num_qo_heads, num_kv_heads, self.head_dim, head_dim_vo)
+
+    def load(self) -> Variant:
+        return next(v for v in _variants(self.source) if v.name == self.variant)
+
+
+@cache
+def _variants(source: str) -> tuple[Variant, ...]:
+    return compiler.variants(Source.of(source))
+
+
+def example(name: str, variant: str, **options) -> Case:
+    return Case(str(EXAMPLES / f"{name}.attn"), variant, **options)
+
+
+def buildable(variant: Variant) -> bool:
+    """Does the variant use only slots that kernels have?  (The others are the reference's alone, for now.)"""
+    default = all(getattr(variant, slot) == SLOT_DEFAULTS[slot] for slot in ("f_q", "f_k", "f_v"))
+    return default and variant.domain is None and not variant.emits
+
+
+def example_variants() -> Iterator[tuple[Path, Variant]]:
+    for path in sorted(EXAMPLES.glob("*.attn")):
+        for variant in _variants(str(path)):
+            yield path, variant
+
+
+def example_cases() -> list[Case]:
+    """Every example that kernels can run, at head dimension 128 in bf16."""
+    return [Case(str(path), v.name) for path, v in example_variants() if buildable(v)]
+
+
+# Values for run-time scalars that put the edges of masks inside small shapes.
+SCALARS: dict[str, object] = {
+    "window": 100, "chunk": 96, "sinks": 4, "width": 16, "radius": 3, "block": 24, "step": 3, "globals": 5,
+    "bias": -3.0,
+}  # fmt: skip
+
+# batch, qo_len, kv_len, query heads, kv heads
+SHAPES = [
+    (1, 1, 1, 1, 1), (3, 1, 129, 4, 4), (2, 300, 777, 12, 2), (1, 129, 2000, 5, 1), (2, 500, 300, 4, 2),
+    (1, 257, 64, 7, 1), (2, 1024, 1024, 28, 4), (1, 0, 5, 2, 1), (2, 5, 0, 2, 2),
+]  # fmt: skip
+
+HEAD_DIMS = [(64, None), (96, None), (72, None), (80, None), (8, None), (256, None), (192, 128), (40, 200)]
+OTHER_DIMS = [
+    example(name, variant, head_dim=qk, head_dim_vo=vo)
+    for qk, vo in HEAD_DIMS
+    for name, variant in (("causal", "causal"), ("gpt_oss", "gpt_oss_sliding"))
+]
+OTHER_DTYPES = [
+    example("plain", "plain", dtype="f16"),
+    example("gemma2", "gemma2_local", dtype="f16"),
+    example("gated_output", "gated_output", dtype="f16"),
+    example("sigmoid", "flash_sigmoid", dtype="f16"),
+    example("causal", "causal", dtype="f16", head_dim=64),
+]
+OTHER_CONSTS = [example("gemma2", "gemma2_global", const=(("cap", 5.0),))]
+
+HARD = """
+attention nothing():
+    mask = false
+
+attention nothing_but_sink():
+    tensor sink[h]: f32
+    mask = false
+    scan = softmax(sink = sink[h])
+
+attention biased(bias: f32):
+    f_logits = s + bias
+    mask     = j <= i
+
+attention first_key():
+    # The table has one entry; a hidden lane that read it would be gigabytes away.
+    tensor table[n]: f32
+    f_logits = s + table[j * 16777216]
+    mask     = j < 1
+
+attention guarded():
+    tensor table[n]: f32
+    f_logits = s + (table[(j - 2) * 16777216] if j == 2 else 0.0)
+
+attention enormous():
+    tensor bias[pos, n]: u8
+    f_logits = s + 0.05 * bias[i, 39999999 - j]
+    mask     = j <= i
+
+attention positions(first: i32 = 0):
+    tensor rows[iq]: i32
+    tensor keys[j]: i32
+    mask = first <= keys[j] <= rows[iq]
+
+attention every_space():
+    tensor by_b[b]: f32
+    tensor by_h[h]: f16
+    tensor by_g[g]: bf16
+    tensor by_key[j, g]: f32
+    tensor by_row[iq, h]: f32
+    tensor by_pos[pos]: u8
+    tensor hidden[b, pos]: bool
+    f_logits = s * by_b[b] + by_h[h] + by_g[g] * by_key[j, g] + by_row[iq, h] + 0.01 * by_pos[j]
+    mask     = not hidden[b, j]
+    epilogue = o * (1.0 + by_h[h]) + f32(e) * 0.01
+"""
+
+
+def hard(variant: str, **options) -> Case:
+    return Case(HARD, variant, **options)
+
+
+def hard_cases() -> list[Case]:
+    return [Case(HARD, v.name) for v in _variants(HARD)]
+
+
+def all_cases() -> list[Case]:
+    """Each kernel once."""
+    found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases()]
+    return list(dict.fromkeys(found))

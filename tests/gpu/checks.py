@@ -1,0 +1,116 @@
+"""How a kernel's result is judged: against the float64 reference, and by what torch's own attention makes of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from cases import SCALARS, Case
+from torch import Tensor
+
+import attncc
+from attncc import flex
+from attncc.ir.nodes import SLOT_DEFAULTS
+from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+
+UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # largest relative error of one rounding
+LSE = 5e-3  # tanh.approx under a softcap of 50 reaches half of it; without one it is 1e-5
+
+
+@cache
+def compile_case(case: Case) -> Any:
+    return attncc.compile(case.source, **case.options)  # pyright: ignore[reportArgumentType]
+
+
+def reference_case(case: Case) -> Any:
+    return attncc.reference(case.source, **case.options)  # pyright: ignore[reportArgumentType]
+
+
+def inputs_for(case: Case, shape: Shape, seed: int, **given: object) -> Inputs:
+    """Random inputs on the GPU; scalars as in SCALARS, so that the masks' edges lie inside the shape."""
+    variant = case.load()
+    mine = {p.name for p in variant.scalars if not p.const}
+    values = {**{name: value for name, value in SCALARS.items() if name in mine}, **given}
+    return random_inputs(variant, shape, dtype=FLOATS[case.dtype], device="cuda", seed=seed, given=values)
+
+
+def poisoned(case: Case, shape: Shape) -> tuple[Tensor, Tensor]:
+    """out and lse full of NaN: what a kernel doesn't write shows."""
+    rows = (shape.batch, shape.qo_len, shape.num_qo_heads)
+    out = torch.full((*rows, shape.head_dim_vo), torch.nan, dtype=FLOATS[case.dtype], device="cuda")
+    return out, torch.full(rows, torch.nan, device="cuda")
+
+
+def run_and_check(case: Case, shape: Shape, x: Inputs) -> tuple[Tensor, Tensor | None]:
+    """Run the kernel into poisoned outputs and compare them with the reference; returns (out, lse)."""
+    softmax = case.load().scan.kind == "softmax"
+    out, lse = poisoned(case, shape)
+    options = {"lse": lse, "return_lse": True} if softmax else {}
+    compile_case(case)(x.q, x.k, x.v, out=out, **options, **x.params)
+    want = reference_case(case)(x.q, x.k, x.v, return_lse=softmax, **x.params)
+    want_out, want_lse = want if softmax else (want, None)
+    assert_close(out, want_out, allowed(case, x, shape, want_out, want_lse))
+    if want_lse is None:
+        return out, None
+    assert_lse(lse, want_lse)
+    return out, lse
+
+
+def assert_close(out: Tensor, want: Tensor, limit: float) -> None:
+    """Relative error in the Frobenius norm within `limit`, and within four times that for every row by itself: one
+    wrong row among thousands hardly shows in the norm."""
+    assert out.shape == want.shape
+    assert bool(out.isfinite().all()), f"{int((~out.isfinite()).sum())} values are not finite"
+    if not out.numel():
+        return
+    difference = out.double() - want
+    error = relative(difference, want)
+    rows, sizes = difference.norm(dim=-1), want.norm(dim=-1)
+    floor = 1e-2 * float(sizes.square().mean().sqrt())
+    worst = float((rows / sizes.clamp(min=max(floor, 1e-30))).max())
+    assert error <= limit, f"relative error {error:.2e}, allowed {limit:.2e}"
+    assert worst <= 4 * limit, f"relative error {worst:.2e} in one row, allowed {4 * limit:.2e}"
+
+
+def assert_lse(lse: Tensor, want: Tensor) -> None:
+    """-inf exactly where the reference is, else within LSE and float32's own rounding."""
+    assert torch.equal(lse.isneginf(), want.isneginf())
+    seen = want.isfinite()
+    assert bool(lse[seen].isfinite().all())
+    excess = (lse.double() - want).abs()[seen] - 1e-6 * want.abs()[seen]
+    assert not seen.any() or float(excess.max()) <= LSE, f"lse differs by {float(excess.max()):.1e}"
+
+
+def relative(difference: Tensor, want: Tensor) -> float:
+    norm = float(want.norm())
+    return float(difference.norm()) / norm if norm else float(difference.norm())
+
+
+def allowed(case: Case, x: Inputs, shape: Shape, want: Tensor, want_lse: Tensor | None) -> float:
+    """1.6 times the error of torch's attention on the same input where torch can express the variant; else a weight,
+    a value and the output rounded once each, and what the approximate functions (tanh, ex2, rcp) add."""
+    theirs = torch_error(case, x, shape, want, want_lse)
+    unit = UNIT[FLOATS[case.dtype]]
+    return 3 * unit + 5e-4 if theirs is None else 1.6 * theirs + unit / 16
+
+
+def torch_error(case: Case, x: Inputs, shape: Shape, want: Tensor, want_lse: Tensor | None) -> float | None:
+    """Relative error of scaled_dot_product_attention over the rows that see a key; None where it can't be expressed."""
+    variant = case.load()
+    plain = all(getattr(variant, slot) == SLOT_DEFAULTS[slot] for slot in ("f_logits", "epilogue"))
+    if not plain or variant.scan.sink is not None or want_lse is None or flex.unsupported(variant) or not want.numel():
+        return None
+    if not shape.kv_len:
+        return None
+    functions = flex.mods(variant, shape, {**{p.name: p.default for p in variant.scalars}, **x.params})
+    index = [torch.arange(n, device="cuda") for n in (shape.batch, shape.num_qo_heads, shape.qo_len, shape.kv_len)]
+    b, h, iq, j = (t.view([-1 if axis == at else 1 for axis in range(4)]) for at, t in enumerate(index))
+    mask = None if functions.mask is None else flex.lift(functions.mask(b, h, iq, j)).to("cuda")
+    if mask is not None:
+        mask = mask.expand(*mask.shape[:2], shape.qo_len, shape.kv_len)
+    q, k, v = (t.transpose(1, 2) for t in (x.q, x.k, x.v))
+    k, v = (t.repeat_interleave(shape.num_qo_heads // shape.num_kv_heads, 1) for t in (k, v))
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=functions.scale)
+    seen = want_lse.isfinite()
+    return relative((theirs.transpose(1, 2).double() - want)[seen], want[seen]) if bool(seen.any()) else None

@@ -12,7 +12,7 @@ import numbers
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -101,8 +101,8 @@ class Sizes:
 # ---------------------------------------------------------------------- names
 
 
-def complete(spec: Spec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given parameters with defaults filled in; TypeError where one is missing, unknown or `const`."""
+def refuse_names(spec: Spec, given: Iterable[str]) -> NoReturn:
+    """Say which of the parameters (with defaults filled in) is unknown, `const` or missing."""
     for name in given:
         if name in spec.const:
             raise TypeError(
@@ -114,12 +114,9 @@ def complete(spec: Spec, given: Mapping[str, Any]) -> dict[str, Any]:
             known = ", ".join(sorted(spec.names)) or "none"
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{name}: unknown parameter; {spec.name} takes {known}{hint}")
-    full = {s.name: s.default for s in spec.scalars if s.default is not None} | dict(given)
-    missing = [str(t) for t in spec.tensors if t.name not in full]
-    missing += [f"{s.name}: {s.type}" for s in spec.scalars if s.name not in full]
-    if missing:
-        raise TypeError(f"{spec.name}: missing parameter{'s' if len(missing) > 1 else ''} {'; '.join(missing)}")
-    return full
+    missing = [f"{s.name}: {s.type}" for s in spec.scalars if s.name not in given]
+    missing += [str(t) for t in spec.tensors if t.name not in given]
+    raise TypeError(f"{spec.name}: missing parameter{'s' if len(missing) > 1 else ''} {'; '.join(missing)}")
 
 
 # ---------------------------------------------------------------------- scalars
@@ -252,7 +249,8 @@ def check_tensor(param: TensorParam, t: Any, sizes: Sizes, spec: Spec, device: A
     _plain(param.name, t)
     labels = expand(param, sizes, spec)
     fits = t.dim() == len(labels) and all(
-        n == want or want is None or (label == "pos" and n >= want) for n, (label, want) in zip(t.shape, labels, strict=False)
+        n == want or want is None or (label == "pos" and n >= want)
+        for n, (label, want) in zip(t.shape, labels, strict=False)
     )
     if not fits:
         spaces = ", ".join(label for label, _ in labels)
@@ -288,10 +286,10 @@ def expand(param: TensorParam, sizes: Sizes, spec: Spec) -> list[tuple[str, int 
     return [part for d in param.dims for part in spaces.get(d, fresh(d))]
 
 
-def refuse_grad(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def refuse_grad(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> None:
     """There is no backward yet: a result that silently forgot its graph would be wrong training."""
     for name, t in tensors:
-        if t.requires_grad:
+        if t is not None and t.requires_grad:
             raise ValueError(
                 f"{name}: expected a tensor that needs no gradient, found requires_grad=True; attncc has no backward "
                 f"yet: call under torch.no_grad(), or pass {name}.detach()"

@@ -50,6 +50,7 @@ class Kernel:
         launch.check_params(self._entry, self._spec)
         self._scalars = tuple((s.name, check.scalar_check(s)) for s in self._spec.scalars)
         self._tensors = tuple(t.name for t in self._spec.tensors)
+        self._defaults = {s.name: s.default for s in self._spec.scalars if s.default is not None}
         self._bindings: dict[tuple, Any] = {}
         self._devices: dict[torch.device, _Device] = {}
         self._lock = threading.Lock()
@@ -76,8 +77,10 @@ class Kernel:
         return f"<attncc.Kernel {self.variant}({', '.join(takes)}) head_dim {head_dim}, {m['dtype']}, {m['arch']}>"
 
     def __call__(self, q, k, v, *, return_lse=False, out=None, lse=None, **params):
+        if self._defaults:
+            params = {**self._defaults, **params}
         if params.keys() != self._spec.names:
-            params = check.complete(self._spec, params)
+            check.refuse_names(self._spec, params)
         scalars = [convert(params[name]) for name, convert in self._scalars]
         return self._run([q, k, v, *[params[name] for name in self._tensors]], scalars, out, lse, return_lse)
 
@@ -85,7 +88,7 @@ class Kernel:
         given = tensors if out is None and lse is None else [*tensors, *[t for t in (out, lse) if t is not None]]
         try:
             signature = (
-                *[(t.shape, t.stride(), t.dtype, t.device) for t in given],
+                *[(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in given],
                 out is None, lse is None, return_lse,
             )  # fmt: skip
             bound = self._bindings.get(signature)
@@ -93,8 +96,8 @@ class Kernel:
             signature = bound = None
         if bound is None:
             bound = self._bind(signature, tensors, out, lse, return_lse)
-        if torch.is_grad_enabled() and any([t.requires_grad for t in given]):
-            check.refuse_grad(zip(("q", "k", "v", *self._tensors, "output", "output"), given))
+        if bound.requires_grad and torch.is_grad_enabled():
+            check.refuse_grad(zip(("q", "k", "v", *self._tensors, "out", "lse"), (*tensors, out, lse), strict=True))
         return bound.call(tensors, scalars, out, lse, return_lse)
 
     # ------------------------------------------------------------------ a new signature
@@ -120,10 +123,8 @@ class Kernel:
         if signature is None:
             raise TypeError("q, k, v: expected plain torch tensors")
         results = _Results(out_shape, lse_shape, q.dtype, q.device)
-        if 0 in lse_shape:
-            bound = _Nothing(results)
-        else:
-            bound = self._bind_launch(sizes, results, tensors, out, lse)
+        bound = _Nothing(results) if 0 in lse_shape else self._bind_launch(sizes, results, tensors, out, lse)
+        bound.requires_grad = any(t.requires_grad for t in (*tensors, out, lse) if t is not None)
         with self._lock:
             while len(self._bindings) >= MAX_BINDINGS:
                 del self._bindings[next(iter(self._bindings))]
@@ -194,14 +195,16 @@ class _Results:
     """What a call makes where the caller gives no memory."""
 
     def __init__(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...], dtype: torch.dtype, device: Any):
-        self.out_shape, self.lse_shape, self.dtype, self.device = out_shape, lse_shape, dtype, device
+        self.out_shape, self.dtype, self.device = out_shape, dtype, device
+        # `empty_like` of one broadcast element takes half the time of `empty` with its shape, dtype and device.
+        self._out = torch.empty((), dtype=dtype, device=device).expand(out_shape)
+        self._lse = torch.empty((), dtype=torch.float32, device=device).expand(lse_shape)
 
-    def make(self, out: Any, lse: Any, return_lse: bool) -> tuple[torch.Tensor, Any]:
-        if out is None:
-            out = torch.empty(self.out_shape, dtype=self.dtype, device=self.device)
-        if lse is None and return_lse:
-            lse = torch.empty(self.lse_shape, dtype=torch.float32, device=self.device)
-        return out, lse
+    def make_out(self) -> torch.Tensor:
+        return torch.empty_like(self._out, memory_format=torch.contiguous_format)
+
+    def make_lse(self) -> torch.Tensor:
+        return torch.empty_like(self._lse, memory_format=torch.contiguous_format)
 
 
 class _Nothing:
@@ -211,7 +214,8 @@ class _Nothing:
         self._results = results
 
     def call(self, tensors, scalars, out, lse, return_lse):
-        out, lse = self._results.make(out, lse, return_lse)
+        out = self._results.make_out() if out is None else out
+        lse = self._results.make_lse() if lse is None and return_lse else lse
         return (out, lse) if return_lse else out
 
 
@@ -224,7 +228,10 @@ class _Copies:
     def call(self, tensors, scalars, out, lse, return_lse):
         unfit = self._unfit
         names = ("q", "k", "v")
-        fit = [t.clone(memory_format=torch.contiguous_format) if n in unfit else t for n, t in zip(names, tensors)]
+        fit = [
+            t.clone(memory_format=torch.contiguous_format) if n in unfit else t
+            for n, t in zip(names, tensors[:3], strict=True)
+        ]
         own_lse = lse is not None and "lse" in unfit
         made = self._kernel._run(
             fit + tensors[3:], scalars, None if "out" in unfit else out, None if own_lse else lse, return_lse or own_lse
@@ -248,21 +255,18 @@ class _Launch:
         self._lse, self._tickets = binding.cell("lse"), binding.cell("tickets")
         self._scalars = [binding.cell(f"s.{s.name}") for s in spec.scalars]
         self._pointers = [
-            (binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1, t.name) for t in spec.tensors
+            (binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1) for t in spec.tensors
         ]
 
     def call(self, tensors, scalars, out, lse, return_lse):
         q, k, v = tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
-        given_out, given_lse = out, lse
-        if (q | k | v | (0 if out is None else out.data_ptr())) & MISALIGNED:
-            named = zip(("q", "k", "v", "out"), (*tensors[:3], out))
-            unfit = frozenset(name for name, t in named if t is not None and t.data_ptr() & MISALIGNED)
-            return _Copies(self._kernel, unfit).call(tensors, scalars, given_out, given_lse, return_lse)
-        pointers = [t.data_ptr() for t in tensors[3:]]
-        for pointer, (_, mask, name) in zip(pointers, self._pointers):
-            if pointer & mask:
-                raise ValueError(f"{name}: expected elements aligned to their size, found address {pointer:#x}")
-        out, lse = self._results.make(out, lse, return_lse)
+        o = 0 if out is None else out.data_ptr()
+        if (q | k | v | o) & MISALIGNED:
+            named = zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)
+            unfit = frozenset(name for name, pointer in named if pointer & MISALIGNED)
+            return _Copies(self._kernel, unfit).call(tensors, scalars, out, lse, return_lse)
+        out = self._results.make_out() if out is None else out
+        lse = self._results.make_lse() if lse is None and return_lse else lse
         driver, device, binding = self._driver, self._device, self._binding
         stream = driver.current_stream(device.index)
         tickets, zeros, alive = device.workspace.take(stream, driver.is_capturing(stream))
@@ -273,10 +277,14 @@ class _Launch:
             self._o.value = out.data_ptr()
             self._lse.value = 0 if lse is None else lse.data_ptr()
             self._tickets.value = tickets
-            for cell, value in zip(self._scalars, scalars):
+            for cell, value in zip(self._scalars, scalars, strict=True):
                 cell.value = value
-            for (cell, _, _), pointer in zip(self._pointers, pointers):
-                cell.value = pointer
+            for (cell, mask), t in zip(self._pointers, tensors[3:], strict=True):
+                cell.value = pointer = t.data_ptr()
+                if pointer & mask:
+                    raise ValueError(
+                        f"a tensor parameter of {self._kernel.variant}: misaligned elements at {pointer:#x}"
+                    )
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
         del alive  # the allocator reuses it in stream order
         return (out, lse) if return_lse else out

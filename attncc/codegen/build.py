@@ -1,0 +1,135 @@
+"""From a generated functor module and a KernelConfig to a cubin: needs nvidia-cutlass-dsl, no GPU and no driver."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+from .config import DSL_VERSION, KernelConfig, panel
+from .cubin import count_instructions, disassemble, ptx_parameters, read_cubin
+from .emit import Emitted
+
+ARCH = "sm_90a"
+os.environ["CUTE_DSL_ARCH"] = ARCH  # unset, the DSL silently builds for another chip
+
+import cutlass  # noqa: E402
+import cutlass.cute as cute  # noqa: E402
+from cutlass import BFloat16, Float16, Float32, Int32, Int64  # noqa: E402
+from cutlass.cute.runtime import make_fake_stream, make_fake_tensor, make_ptr  # noqa: E402
+
+from .device import forward  # noqa: E402
+
+FIXED_PARAMS = (
+    ("map_q", "tensormap"), ("map_k", "tensormap"), ("map_v", "tensormap"), ("map_o", "tensormap"),
+    ("lse", "ptr"), ("tickets", "ptr"),
+    *((n, "i32") for n in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size")),
+    *((n, "i32") for n in ("num_tiles_q", "num_heads_batch", "section_heads", "late_tiles")),
+)  # fmt: skip
+SAMPLE = {"i32": lambda: Int32(1), "f32": lambda: Float32(1.0), "ptr": lambda: Int64(0)}
+
+
+class BuildError(RuntimeError):
+    """The kernel came out, but not as it must be: it spills, or its layout, target or instructions are wrong."""
+
+
+def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
+    """Compile one forward kernel.
+
+    Returns {"files": {name: bytes}, "kernel": the manifest's entry}.  `work_dir` must exist; intermediate files stay
+    there.  Raises BuildError where the result breaks one of the gates of `check`.
+    """
+    if cutlass.__version__ != DSL_VERSION:
+        raise BuildError(f"nvidia-cutlass-dsl {DSL_VERSION} is needed, {cutlass.__version__} is installed")
+    began = time.perf_counter()
+    fn = import_functors(emitted.text, Path(work_dir))
+    compiled = compile_forward(fn, emitted, config, Path(work_dir))
+    cubin, ptx = compiled.__cubin__, compiled.__ptx__
+    names = (*FIXED_PARAMS, *emitted.params)
+    entry, kinds, target = ptx_parameters(ptx)
+    facts = read_cubin(cubin, entry)
+    sass = count_instructions(disassemble(cubin), "HGMMA", "UTMALDG", "LDL", "STL")
+    spilled = facts.frame_bytes + 4 * (sass["LDL"] + sass["STL"])
+    check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass)
+    row = lambda rows, tile: {"box": [panel(tile), rows, 1, 1], "swizzle": 3 if panel(tile) == 64 else 2}  # noqa: E731
+    kernel = {
+        "cubin": "forward.cubin", "sha256": hashlib.sha256(cubin).hexdigest(), "entry": entry,
+        "params": [{"name": n, "kind": k, "offset": o, "size": s} for (n, k), (o, s) in zip(names, facts.params)],
+        "block": [config.threads, 1, 1], "smem": dynamic_smem(str(compiled.ir_module)),
+        "registers": facts.registers, "spill_bytes": spilled,
+        "tile_q": config.tile_q, "tile_kv": config.tile_kv,
+        "stages": [config.q_stages, config.k_stages, config.v_stages],
+        "causal_like": config.dynamic, "config": config.to_json(),
+        "tma": {"map_q": row(64, config.tile_qk), "map_k": row(config.tile_kv, config.tile_qk),
+                "map_v": row(config.tile_kv, config.tile_vo), "map_o": row(64, config.tile_vo)},
+        "build_seconds": round(time.perf_counter() - began, 3),
+    }  # fmt: skip
+    return {"files": {"forward.cubin": cubin, "forward.ptx": ptx.encode(), "functors.py": emitted.text.encode()},
+            "kernel": kernel}  # fmt: skip
+
+
+def import_functors(text: str, work_dir: Path) -> ModuleType:
+    """A real file: the DSL reads the source of what it traces, and its errors name the line."""
+    name = "attncc_functors_" + hashlib.sha256(text.encode()).hexdigest()[:16]
+    path = work_dir / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_dir: Path):
+    dt = {"bf16": BFloat16, "f16": Float16}[config.dtype]
+    extent, stride = cute.sym_int, lambda: cute.sym_int64(divisibility=8)
+
+    def rows(d):
+        return make_fake_tensor(dt, (extent(), d, extent(), extent()), stride=(stride(), 1, stride(), stride()),
+                                assumed_align=16)  # fmt: skip
+
+    def columns(d):
+        return make_fake_tensor(dt, (d, extent(), extent(), extent()), stride=(1, stride(), stride(), stride()),
+                                assumed_align=16)  # fmt: skip
+
+    def pointer(kind):
+        return make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=4)
+
+    forward.kernel.set_name_prefix(f"attncc_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    forward.host.set_name_prefix(f"host_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    return cute.compile(
+        forward.host, rows(config.tile_qk), rows(config.tile_qk), columns(config.tile_vo), rows(config.tile_vo),
+        pointer(Float32), pointer(Int32), tuple(Int32(1) for _ in range(5)), tuple(Int32(1) for _ in range(4)),
+        tuple(SAMPLE[kind]() for _, kind in emitted.params), Int32(1), make_fake_stream(), config, fn,
+        options=f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {work_dir}",
+    )  # fmt: skip
+
+
+def check(name, config, expected, kinds, target, facts, sass) -> None:
+    """The gates: target, parameter layout, block, no spill, wgmma and TMA in the machine code."""
+    wrong = []
+    if target != ARCH or facts.target != 90:
+        wrong.append(f"built for {target} (sm_{facts.target}), not {ARCH}")
+    if expected != kinds or len(expected) != len(facts.params):
+        wrong.append(f"kernel parameters are {kinds}, the manifest would say {expected}")
+    if facts.block != (config.threads, 1, 1):
+        wrong.append(f"block is {facts.block}, not {config.threads} threads")
+    if facts.frame_bytes or sass["LDL"] or sass["STL"]:
+        wrong.append(f"spills registers: {facts.frame_bytes} bytes of stack, {sass['LDL']} loads, {sass['STL']} stores")
+    wrong += [f"no {op} instruction" for op in ("HGMMA", "UTMALDG") if not sass[op]]
+    if wrong:
+        raise BuildError(f"{name}: " + "; ".join(wrong))
+
+
+def dynamic_smem(mlir: str) -> int:
+    """Dynamic shared memory in bytes, as the DSL's own host code would ask for it."""
+    struct = re.escape("!llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>")
+    slot = re.search(r"%(\w+) = llvm\.getelementptr %\w+\[0, 2\][^\n]*" + struct, mlir).group(1)  # type: ignore[union-attr]
+    value = re.search(rf"llvm\.store %(\w+), %{slot} : i64", mlir).group(1)  # type: ignore[union-attr]
+    return int(re.search(rf"%{value} = llvm\.mlir\.constant\((-?\d+) : i64\)", mlir).group(1))  # type: ignore[union-attr]

@@ -1,0 +1,144 @@
+"""Which kernel: tile, stages, registers, and what the variant lets the kernel leave out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from attncc.ir.decompose import Logits, decompose
+from attncc.ir.nodes import BOOL, Const, Leaf, Load, Op, Variant, leaves, walk
+from attncc.ir.ranges import TileRanges, tile_ranges
+
+DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
+TILES = (64, 96, 128, 192, 256)  # features
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Static choices of one forward kernel.  Sizes in rows, keys and features; `registers` (producer, consumer)."""
+
+    dtype: str
+    head_dim_qk: int
+    head_dim_vo: int
+    tile_kv: int
+    warpgroups: int  # consumers, 64 query rows each
+    k_stages: int
+    v_stages: int
+    q_stages: int
+    turns: bool  # consumers take turns to issue their products
+    dynamic: bool  # tiles from an atomic counter, else dealt back and forth
+    # what the variant is like
+    scan: str
+    sink: bool
+    mask: bool  # something besides kv_len hides keys
+    contiguous: bool  # each row sees one run of keys, given by TileRanges.lo, hi
+    masks_below: bool  # ... which may start after key 0
+    score: str  # "dot": the score is the dot product; "linear": rises with it, so -inf stays -inf; "any"
+    score_loads: bool  # a score reads memory lane by lane
+    unit_positive: bool
+    epilogue: bool
+    epilogue_sums: int
+
+    @property
+    def tile_q(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def tile_qk(self) -> int:
+        return tile_of(self.head_dim_qk)
+
+    @property
+    def tile_vo(self) -> int:
+        return tile_of(self.head_dim_vo)
+
+    @property
+    def stage_vo(self) -> int:
+        """Features of the output that the store buffer holds at once."""
+        return self.tile_vo if self.tile_vo <= 128 else self.tile_vo // 2 if self.tile_vo == 256 else 64
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return {1: (56, 248), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+
+    def to_json(self) -> dict:
+        return {**asdict(self), "tile_q": self.tile_q, "tile_qk": self.tile_qk, "tile_vo": self.tile_vo}
+
+
+def tile_of(head_dim: int) -> int:
+    return next(t for t in TILES if t >= head_dim)
+
+
+def panel(tile: int) -> int:
+    """Features in one swizzled panel, and so in one TMA box."""
+    return 64 if tile % 64 == 0 else 32
+
+
+# (tile of q and k, tile of v and out) -> (tile_kv, k, v, q stages).  228 KiB of shared memory, 512 registers for each
+# of 128 threads' accumulators, measured where RESULTS.md has figures for it; other pairs take the larger tile's row.
+SHAPES: dict[int, tuple[int, int, int, int]] = {
+    64: (128, 2, 2, 2),
+    96: (128, 2, 2, 2),
+    128: (128, 2, 2, 2),
+    192: (80, 2, 2, 1),
+    256: (64, 2, 2, 1),
+}
+
+
+def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
+    """The kernel for a specialised, simplified variant."""
+    ranges, logits = tile_ranges(variant), decompose(variant)
+    tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
+    mask = variant.mask != Const(True, BOOL)
+    return KernelConfig(
+        dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
+        tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
+        turns=True, dynamic=mask,
+        scan=variant.scan.kind, sink=variant.scan.sink is not None, mask=mask,
+        contiguous=ranges.may is None and ranges.must is None,
+        masks_below=not starts_at_zero(ranges),
+        score=kind_of_score(logits), score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
+        epilogue=variant.epilogue != Leaf("o"),
+        epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
+    )  # fmt: skip
+
+
+def starts_at_zero(ranges: TileRanges) -> bool:
+    return isinstance(ranges.lo, Const) and ranges.lo.value <= 0 and ranges.clear_lo == ranges.lo
+
+
+def cell_loads(logits: Logits) -> list[Load]:
+    """Reads that differ from score to score."""
+    return [x for x in walk(logits.score) if isinstance(x, Load) and varies_by_cell(x)]
+
+
+def varies_by_cell(x) -> bool:
+    names = leaves(x)
+    return bool(names & {"dot"} or (names & {"i", "iq"} and names & {"j", "i0"}))
+
+
+def kind_of_score(logits: Logits) -> str:
+    """ "linear": a positive multiple of the dot product plus what is known without it, so that a hidden key may be
+    hidden before the functor runs."""
+    if logits.score == Leaf("dot"):
+        return "dot"
+    match logits.score:
+        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if is_positive(a) and "dot" not in leaves(c):
+            return "any" if cell_loads(logits) else "linear"
+    return "any"
+
+
+def is_positive(e) -> bool:
+    """Provably above zero."""
+    match e:
+        case Const(value):
+            return value > 0
+        case Op("rsqrt" | "exp" | "exp2" | "sigmoid" | "softplus"):
+            return True
+        case Op("mul" | "div" | "add", (a, b)):
+            return is_positive(a) and is_positive(b)
+        case Op("f32", (Leaf(),)):
+            return True
+    return False

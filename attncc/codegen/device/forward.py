@@ -1,0 +1,344 @@
+"""Attention forward for Hopper: warp-specialised, TMA and wgmma (after FlashAttention-3, arXiv 2407.08608).
+
+One CTA = a producer warpgroup (K warp, V warp, schedule warp) + `warpgroups` consumers of 64 query rows each.
+A consumer's work is one stream of (tile, block) steps.  Each step: the scores S of a block are ready -> softmax
+makes P -> issue Q Kᵀ of the next block (also when that one belongs to the next tile, so that the tensor cores have
+work during the epilogue) and P V of this one.  Two warpgroups take turns to issue: the softmax of one runs under
+the products of the other.
+
+Parts, each replaceable: schedule.py (which tiles, which blocks), kv_source.py (what fills the rings), functors.py
+(the variant), softmax.py, epilogue.py.  `p` is a codegen.config.KernelConfig, `fn` the generated functor module.
+"""
+
+import math
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .epilogue import finish_rows, normalise, store_lse, store_tile
+from .functors import Env, Grid, head_values, row_values, unit_of
+from .kv_source import stream
+from .layout import by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .ring import Ring, advance, is_lead, open_ring, release, warp_uniform
+from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
+from .softmax import FLOOR, rescale, settle, soften, weigh
+
+BAR_TURN = 1  # named barriers 1.. : turns of the consumer warpgroups
+
+
+@cute.jit
+def my_turn(p: cutlass.Constexpr, w: Int32):
+    if const_expr(p.turns):
+        cute.arch.barrier(barrier_id=BAR_TURN + w, number_of_threads=256)
+
+
+@cute.jit
+def pass_turn(p: cutlass.Constexpr, w: Int32):
+    if const_expr(p.turns):
+        nxt = cutlass.select_(w == p.warpgroups - 1, Int32(0), w + 1)
+        cute.arch.barrier_arrive(barrier_id=BAR_TURN + nxt, number_of_threads=256)
+
+
+def issue_scores(p, S, rQ, rK):
+    """S = Q Kᵀ, one committed group."""
+    warpgroup.fence()
+    mma = mma_scores(p)  # made here: an atom changed inside a run-time loop must not outlive it
+    for k in range(cute.size(rQ, mode=[2])):
+        mma.set(warpgroup.Field.ACCUMULATE, k != 0)
+        cute.gemm(mma, S, rQ[None, None, k], rK[None, None, k], S)
+    warpgroup.commit_group()
+
+
+def issue_values(p, O, rP, rV):
+    """O += P V, one committed group."""
+    warpgroup.fence()
+    mma = mma_values(p)
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    for k in range(cute.size(rP, mode=[2])):
+        cute.gemm(mma, O, rP[None, None, k], rV[None, None, k], O)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def weights(
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+    S,
+    P,
+    top,
+    total,
+    grow,
+    unit: Float32,
+    env,
+    hd,
+    rows,
+    i0: Int32,
+    col0: Int32,
+    masked,
+    first: cutlass.Constexpr,
+):
+    """P from S.  True if O must be rescaled by `grow`."""
+    stale = Boolean(False)
+    if const_expr(p.scan == "none"):
+        weigh(p, fn, S, P, env, hd, rows, i0, col0, masked)
+    else:
+        stale = soften(p, fn, S, P, top, total, grow, unit, env, hd, rows, i0, col0, masked, first)
+    return stale
+
+
+def block_of(p, tags, slot, begin, end, clear_begin, clear_end, step):
+    """(block, does it need the mask) of a step."""
+    if p.contiguous:
+        n = end - 1 - step
+        return n, (n < clear_begin) | (n >= clear_end) if p.masks_below else n >= clear_end
+    tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
+    return tag >> 1, (tag & 1) != 0
+
+
+@cute.jit
+def consume(
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+    atom_o,
+    lse,
+    sQ,
+    sK,
+    sV,
+    sO,
+    rings: cutlass.Constexpr,
+    items,
+    tags,
+    t: Int32,
+    w: Int32,
+    env,
+):
+    q_ring, k_ring, v_ring, item_ring = rings
+    lead = is_lead()
+    r_in = (t // 32) * 16 + (t % 32) // 4
+    c_in = (t % 4) * 2
+    mqk, mpv = mma_scores(p), mma_values(p)
+    tqk, tpv = mqk.get_slice(t), mpv.get_slice(t)
+    rQ = tqk.make_fragment_A(tqk.partition_A(sQ))
+    rK = tqk.make_fragment_B(tqk.partition_B(sK))
+    rV = tpv.make_fragment_B(tpv.partition_B(sV))
+    acc_s = tqk.make_fragment_C(tqk.partition_shape_C((64, p.tile_kv)))
+    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.tile_vo)))
+    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.tile_vo)
+    # words of two weights: [2 n8 + row], this block's and the next one's
+    P = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
+    Pn = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
+    rP = cute.make_tensor(
+        cute.recast_ptr(P.iterator, dtype=element(p)), cute.make_layout(((2, 2, 2), 1, p.tile_kv // 16))
+    )
+    top = cute.make_rmem_tensor((2,), Float32)
+    total = cute.make_rmem_tensor((2,), Float32)
+    grow = cute.make_rmem_tensor((2,), Float32)
+    row_lse = cute.make_rmem_tensor((2,), Float32)
+    zero = env.num_qo_heads >> 31  # 0, but only we know
+
+    ks, kph, vs, vph, qs, qph, it, iph = (Int32(0) for _ in range(8))
+    m, h, b, live, begin, end, clear_begin, clear_end = take(item_ring, items, it, iph, lead)
+    if const_expr(p.turns):
+        if w == p.warpgroups - 1:
+            pass_turn(p, w)
+    # a CTA has at least one tile: its first scores
+    cute.arch.mbarrier_wait(q_ring.full + w, 0)
+    cute.arch.mbarrier_wait(k_ring.full, 0)
+    my_turn(p, w)
+    issue_scores(p, acc_s, rQ[None, None, None, w], rK[None, None, None, 0])
+    pass_turn(p, w)
+    while live:
+        it, iph = advance(item_ring.stages, it, iph)
+        nm, nh, nb, more, nbegin, nend, nclear_begin, nclear_end = take(item_ring, items, it, iph, lead)
+        here = Env(b, h, h // env.group_size, *env[3:])
+        i0, _ = positions(p, here, m)
+        row0 = (m * p.warpgroups + w) * 64 + r_in
+        hd = head_values(fn, here)
+        unit = unit_of(fn, hd)
+        rows = (row_values(p, fn, here, hd, row0), row_values(p, fn, here, hd, row0 + 8))
+        top.fill(FLOOR)
+        total.fill(0.0)
+        grow.fill(1.0)
+        acc_o.fill(0.0)
+        # ---- first block: its scores are on their way
+        n, masked = block_of(p, tags, ks, begin, end, clear_begin, clear_end, 0)
+        warpgroup.wait_group(0)
+        release(k_ring, ks, lead)
+        ks, kph = advance(p.k_stages, ks, kph)
+        # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
+        weights(
+            p,
+            fn,
+            S,
+            P,
+            top,
+            total,
+            grow,
+            unit,
+            here,
+            hd,
+            rows,
+            i0,
+            n * p.tile_kv + c_in,
+            Boolean(True) if p.mask else masked,
+            True,
+        )
+        # ---- the others: scores of this block beside the product of the last one
+        for step in cutlass.range(1, end - begin, unroll=1):
+            cute.arch.mbarrier_wait(k_ring.full + ks, kph)
+            n, masked = block_of(p, tags, ks, begin, end, clear_begin, clear_end, step)
+            cute.arch.mbarrier_wait(v_ring.full + vs, vph)
+            my_turn(p, w)
+            issue_scores(p, acc_s, rQ[None, None, None, qs * p.warpgroups + w], rK[None, None, None, ks])
+            issue_values(p, acc_o, rP, rV[None, None, None, vs])
+            pass_turn(p, w)
+            warpgroup.wait_group(1)
+            release(k_ring, ks, lead)
+            ks, kph = advance(p.k_stages, ks, kph)
+            # without a mask only the tail of the keys is cut, and that is the first block
+            stale = weights(
+                p,
+                fn,
+                S,
+                Pn,
+                top,
+                total,
+                grow,
+                unit,
+                here,
+                hd,
+                rows,
+                i0,
+                n * p.tile_kv + c_in,
+                masked if p.mask else Boolean(False),
+                False,
+            )
+            warpgroup.wait_group(0)
+            release(v_ring, vs, lead)
+            vs, vph = advance(p.v_stages, vs, vph)
+            if stale:
+                rescale(O, p.tile_vo, grow)
+            settle(P, Pn, zero)
+        # ---- the last product, and the first scores of the next tile
+        release(q_ring, qs * p.warpgroups + w, lead)
+        qs, qph = advance(p.q_stages, qs, qph)
+        cute.arch.mbarrier_wait(v_ring.full + vs, vph)
+        if more:
+            cute.arch.mbarrier_wait(q_ring.full + (qs * p.warpgroups + w), qph)
+            cute.arch.mbarrier_wait(k_ring.full + ks, kph)
+        my_turn(p, w)
+        issue_values(p, acc_o, rP, rV[None, None, None, vs])
+        # past the last tile this multiplies stale data that nobody reads
+        issue_scores(p, acc_s, rQ[None, None, None, qs * p.warpgroups + w], rK[None, None, None, ks])
+        pass_turn(p, w)
+        warpgroup.wait_group(1)
+        release(v_ring, vs, lead)
+        vs, vph = advance(p.v_stages, vs, vph)
+        row_lse.fill(0.0)
+        if const_expr(p.scan == "softmax"):
+            normalise(p, fn, O, top, total, unit, here, hd, rows, i0, row_lse)
+            store_lse(lse, row_lse, here, row0, c_in)
+        if const_expr(p.epilogue):
+            finish_rows(p, fn, O, here, hd, rows, row_lse, c_in)
+        store_tile(p, atom_o, sO, acc_o, t, w, m, here)
+        m, h, b, live = nm, nh, nb, more
+        begin, end, clear_begin, clear_end = nbegin, nend, nclear_begin, nclear_end
+    warpgroup.wait_group(0)
+    if const_expr(p.turns):
+        if w == 0:
+            my_turn(p, w)  # takes the turn nobody used
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+@cute.kernel
+def kernel(
+    atom_q: cute.CopyAtom,
+    atom_k: cute.CopyAtom,
+    atom_v: cute.CopyAtom,
+    atom_o: cute.CopyAtom,
+    lse: cute.Pointer,
+    tickets: cute.Pointer,
+    sizes,
+    grid_words,
+    params,
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+):
+    t, _, _ = cute.arch.thread_idx()
+    wg = warp_uniform(t // 128)
+    warp = warp_uniform(cute.arch.warp_idx())
+    env = Env(Int32(0), Int32(0), Int32(0), *sizes, params)
+    grid = Grid(*grid_words)
+
+    smem = SmemAllocator()
+    stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
+    bars = smem.allocate_array(Int64, 2 * sum(stages))
+    items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
+    tags = smem.allocate_array(Int32, p.k_stages)
+    k_ring = Ring(bars, p.k_stages)
+    v_ring = Ring(bars + 2 * stages[0], p.v_stages)
+    item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
+    q_ring = Ring(bars + 2 * sum(stages[:3]), stages[3])  # slot: stage * warpgroups + warpgroup
+    lq, lk = rows_layout(p, 64, p.tile_qk, stages[3]), rows_layout(p, p.tile_kv, p.tile_qk, p.k_stages)
+    lv, lo = cols_layout(p, p.tile_vo, p.tile_kv, p.v_stages), rows_layout(p, 64, p.stage_vo, p.warpgroups)
+    dt = element(p)
+    sQ = smem.allocate_tensor(dt, lq.outer, 1024, swizzle=lq.inner)
+    sK = smem.allocate_tensor(dt, lk.outer, 1024, swizzle=lk.inner)
+    sV = smem.allocate_tensor(dt, lv.outer, 1024, swizzle=lv.inner)
+    sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
+    if t == 0:
+        open_ring(k_ring, 4 * p.warpgroups)
+        open_ring(v_ring, 4 * p.warpgroups)
+        open_ring(item_ring, 4 * p.warpgroups + 2)
+        open_ring(q_ring, 4)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    rings = q_ring, k_ring, v_ring, item_ring
+    if wg == 0:
+        cute.arch.setmaxregister_decrease(p.registers[0])
+        if warp == 0:
+            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, items, tags, env)
+        if warp == 1:
+            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, items, tags, env)
+        if warp == 2:
+            deal(p, fn, item_ring, items, tickets, env, grid)
+    else:
+        cute.arch.setmaxregister_increase(p.registers[1])
+        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, rings, items, tags, t % 128, wg - 1, env)
+
+
+@cute.jit
+def host(
+    q: cute.Tensor,
+    k: cute.Tensor,
+    v: cute.Tensor,
+    o: cute.Tensor,
+    lse: cute.Pointer,
+    tickets: cute.Pointer,
+    sizes,
+    grid_words,
+    params,
+    blocks: Int32,
+    stream: cuda.CUstream,
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+):
+    """q, k, o: (s, d, h, b); v: (d, s, h, b).  Only builds the copy atoms; never run."""
+    load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+    one = (None, None, 0)
+    aq, _ = cpasync.make_tiled_tma_atom(load, q, cute.slice_(rows_layout(p, 64, p.tile_qk, 1), one), (64, p.tile_qk))
+    ak, _ = cpasync.make_tiled_tma_atom(
+        load, k, cute.slice_(rows_layout(p, p.tile_kv, p.tile_qk, 1), one), (p.tile_kv, p.tile_qk)
+    )
+    av, _ = cpasync.make_tiled_tma_atom(
+        load, v, cute.slice_(cols_layout(p, p.tile_vo, p.tile_kv, 1), one), (p.tile_vo, p.tile_kv)
+    )
+    ao, _ = cpasync.make_tiled_tma_atom(save, o, cute.slice_(rows_layout(p, 64, p.stage_vo, 1), one), (64, p.stage_vo))
+    kernel(aq, ak, av, ao, lse, tickets, sizes, grid_words, params, p, fn).launch(
+        grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+    )

@@ -1,0 +1,126 @@
+"""A variant's generated functors on one fragment, one row, one tile.
+
+The generated module (codegen/emit.py) is a set of straight-line functions; what they share is handed down in
+tuples, each computed once at its own level:
+
+  head(x)                        -> hd   what depends on scalars, request and head
+  row(x, hd, i, iq)              -> rw   ... and on the query row
+  block(x, hd, i0, j)            -> bk   of a thread's first column j in a block of keys
+  col(x, hd, bk, j, off)         -> cl   of column j = first + off, shared by the thread's two rows
+  unit(hd)                       logit in base 2 = unit * score + shift
+  score(x, hd, rw, cl, dot, i, j, seen)  seen: a lane that may read memory
+  shift(x, hd, rw, i, i0)
+  mask(x, hd, rw, cl, i, j)      is key j there for row i
+  sink(x, hd, rw, i)             the sink logit, base 2
+  bounds(x, i0, i1)              keys [lo, hi) that any row of i0..i1 sees, [clear_lo, clear_hi) that all see
+  classify(x, i0, i1, j0, j1)    (may any cell be seen, must all be)
+  epilogue(x, hd, rw, i, iq, lse, o, e, sums), partial_K(…) one feature of the output; sums over features
+
+A method called inside a run-time loop counts as a change of its object for the DSL, so kernels reach the module
+only through the functions here.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+class Env(NamedTuple):
+    """Where a value is computed, and what the call was given."""
+
+    b: Any
+    h: Any
+    g: Any
+    qo_len: Any
+    kv_len: Any
+    num_qo_heads: Any
+    num_kv_heads: Any
+    group_size: Any
+    params: tuple
+
+
+class Grid(NamedTuple):
+    num_tiles_q: Any
+    num_heads_batch: Any
+    section: Any
+    late_tiles: Any
+
+
+def tile_bounds(fn, env, i0, i1):
+    return fn.bounds(env, i0, i1)
+
+
+def classify_tile(fn, env, i0, i1, j0, j1):
+    return fn.classify(env, i0, i1, j0, j1)
+
+
+def head_values(fn, env):
+    return fn.head(env)
+
+
+def unit_of(fn, hd):
+    return fn.unit(hd)
+
+
+class Row(NamedTuple):
+    """One query row of a thread: its own values, position, and, for contiguous masks, the keys [lo, hi) it sees."""
+
+    rw: tuple
+    i: Any
+    iq: Any
+    lo: Any
+    hi: Any
+
+
+def row_values(p, fn, env, hd, row):
+    """Rows past qo_len repeat the last one: they read only what it reads, and are never stored."""
+    iq = cutlass.min(row, env.qo_len - 1)
+    i = iq + env.kv_len - env.qo_len
+    lo, hi = Int32(0), env.kv_len
+    if p.contiguous:
+        lo, hi, _, _ = fn.bounds(env, i, i)
+        hi = cutlass.min(hi, env.kv_len)
+    return Row(fn.row(env, hd, i, iq), i, iq, lo, hi)
+
+
+def visible(p, fn, env, hd, row: Row, cl, j):
+    """Does key j exist for this row?"""
+    if p.contiguous:
+        return (j < row.hi) & (j >= row.lo) if p.masks_below else j < row.hi
+    return (j < env.kv_len) & fn.mask(env, hd, row.rw, cl, row.i, j)
+
+
+def columns(p, fn, env, hd, i0, col0):
+    """cl(n, c) of every column of this thread in a block."""
+    bk = fn.block(env, hd, i0, col0)
+    return {(n, c): fn.col(env, hd, bk, col0 + (8 * n + c), 8 * n + c) for n in range(p.tile_kv // 8) for c in range(2)}
+
+
+def score_of(fn, env, hd, row: Row, cl, dot, j, seen):
+    return fn.score(env, hd, row.rw, cl, dot, row.i, j, seen)
+
+
+def shift_of(fn, env, hd, row: Row, i0):
+    return fn.shift(env, hd, row.rw, row.i, i0)
+
+
+def sink_of(fn, env, hd, row: Row):
+    return fn.sink(env, hd, row.rw, row.i)
+
+
+def epilogue_of(p, fn, env, hd, row: Row, lse, o, e, sums):
+    return fn.epilogue(env, hd, row.rw, row.i, row.iq, lse, o, e, sums)
+
+
+def partial_of(fn, k, env, hd, row: Row, lse, o, e, sums):
+    return getattr(fn, f"partial_{k}")(env, hd, row.rw, row.i, row.iq, lse, o, e, sums)
+
+
+def highest_bit(x):
+    """Position of the highest set bit of a word that is not 0."""
+    return cute.arch.inline_ptx("bfind.u32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+NEG_INF = -Float32.inf

@@ -1,0 +1,68 @@
+"""Shared-memory layouts, tensor-map coordinates and MMA atoms of the forward kernel.
+
+Rows are kept in panels as wide as a swizzle atom: 64 features (128 bytes) where the tile is a multiple of 64,
+32 (64 bytes) else (96).  A TMA box is one panel.
+"""
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float16, Float32
+from cutlass.cute.nvgpu import warpgroup
+
+K_MAJOR = warpgroup.OperandMajorMode.K
+MN_MAJOR = warpgroup.OperandMajorMode.MN
+ATOM = warpgroup.SmemLayoutAtomKind
+FAR = 1 << 20  # nominal extent of dynamic modes; the real bounds live in the tensor maps
+
+
+def element(p):
+    return {"bf16": BFloat16, "f16": Float16}[p.dtype]
+
+
+def rows_layout(p, rows: int, cols: int, slots: int):
+    """`cols` contiguous, swizzled."""
+    kind = ATOM.K_SW128 if cols % 64 == 0 else ATOM.K_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, element(p))
+    return cute.tile_to_shape(atom, (rows, cols, slots), order=(0, 1, 2))
+
+
+def cols_layout(p, rows: int, cols: int, slots: int):
+    """The same bytes seen as (rows contiguous, cols): V as the PV product wants it."""
+    kind = ATOM.MN_SW128 if rows % 64 == 0 else ATOM.MN_SW64
+    atom = warpgroup.make_smem_layout_atom(kind, element(p))
+    return cute.tile_to_shape(atom, (rows, cols, slots), order=(1, 0, 2))
+
+
+def coords(d: int, transposed: bool = False):
+    """Coordinates of a rank-4 map (d, s, h, b), seen as (s, d, h, b) or (d, s, h, b)."""
+    e = [cute.E(i) for i in range(4)]
+    shape, stride = ((d, FAR, FAR, FAR), e) if transposed else ((FAR, d, FAR, FAR), [e[1], e[0], e[2], e[3]])
+    return cute.make_tensor((0, 0, 0, 0), cute.make_layout(shape, stride=tuple(stride)))
+
+
+def mma_scores(p):
+    dt = element(p)
+    return sm90.make_trivial_tiled_mma(dt, dt, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (64, p.tile_kv))
+
+
+def mma_values(p, cols: int | None = None):
+    dt = element(p)
+    return sm90.make_trivial_tiled_mma(
+        dt, dt, K_MAJOR, MN_MAJOR, Float32, (1, 1, 1), (64, cols or p.tile_vo), warpgroup.OperandSource.RMEM
+    )
+
+
+def by_row(acc, cols: int):
+    """A 64 x cols fp32 accumulator as (2 rows, 2 neighbours, cols/8): this thread's elements are rows r, r + 8 and
+    columns 8 n + c of its corner."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cols // 8), stride=(2, 1, 4)))
+
+
+def row_elems(i: int, cols: int):
+    return [(i, c, n) for n in range(cols // 8) for c in range(2)]
+
+
+def quad(op, x):
+    """Reduce over the four lanes that share a row."""
+    x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1))
+    return op(x, cute.arch.shuffle_sync_bfly(x, offset=2))

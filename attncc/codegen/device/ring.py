@@ -1,0 +1,65 @@
+"""Rings of shared-memory slots between producer and consumer warps, on full/empty mbarriers."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32
+
+
+class Ring:
+    """`stages` full barriers, then as many empty ones.  Users keep (slot, phase): readers start at phase 0, writers at 1."""
+
+    def __init__(self, barriers, stages: int):
+        self.full, self.empty, self.stages = barriers, barriers + stages, stages
+
+
+def open_ring(ring: Ring, readers: int) -> None:
+    for i in range(ring.stages):
+        cute.arch.mbarrier_init(ring.full + i, 1)
+        cute.arch.mbarrier_init(ring.empty + i, readers)
+
+
+def advance(stages: int, slot, phase):
+    """The slot that follows; the phase flips on wrap-around."""
+    if stages == 1:
+        return slot, phase ^ 1
+    if stages == 2:
+        return slot ^ 1, phase ^ slot
+    wrap = slot == stages - 1
+    return cutlass.select_(wrap, Int32(0), slot + 1), cutlass.select_(wrap, phase ^ 1, phase)
+
+
+def release(ring: Ring, slot, lead) -> None:
+    """One arrival a warp.  A predicate, not a branch: a branch here can make ptxas treat the whole loop as
+    divergent, and then every wgmma descriptor goes through vector registers."""
+    bar = ring.empty + slot
+    cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[bar.toint()], predicate=lead)
+
+
+@cute.jit
+def fill(ring: cutlass.Constexpr, slot: Int32, phase: Int32, nbytes: cutlass.Constexpr, atom, src, dst):
+    """Wait for the slot, announce the bytes, copy."""
+    cute.arch.mbarrier_wait(ring.empty + slot, phase)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, nbytes)
+    cute.copy(atom, src, dst, tma_bar_ptr=ring.full + slot)
+
+
+@cute.jit
+def fill_tagged(
+    ring: cutlass.Constexpr, slot: Int32, phase: Int32, nbytes: cutlass.Constexpr, atom, src, dst, tags, tag: Int32
+):
+    """The same, with a word for whoever reads the slot; the arrival on `full` releases it."""
+    cute.arch.mbarrier_wait(ring.empty + slot, phase)
+    with cute.arch.elect_one():
+        cute.make_tensor(tags + slot, cute.make_layout(1))[0] = tag
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, nbytes)
+    cute.copy(atom, src, dst, tma_bar_ptr=ring.full + slot)
+
+
+def warp_uniform(x):
+    return cute.arch.make_warp_uniform(x)
+
+
+def is_lead():
+    """True on one fixed lane of the warp."""
+    return Boolean(cute.arch.lane_idx() == 0)

@@ -1,0 +1,148 @@
+"""Who computes which tile, and which blocks of keys it visits.
+
+One warp deals work items into a ring in shared memory; the producers and consumers read them.  An item is eight
+words: query tile, head, request, live, then the blocks of keys to visit [begin, end) and, of those, the ones that
+need no mask [clear_begin, clear_end).  Where the mask leaves holes, the blocks are chosen one by one (`Walk`) and
+the item carries only their number, as [0, count).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from .functors import Env, classify_tile, highest_bit, tile_bounds
+from .ring import advance, release, warp_uniform
+
+ITEM_STAGES = 2
+ITEM_WORDS = 8
+
+
+def locate(tile, num_tiles_q, num_heads_batch, section, late_tiles, num_qo_heads):
+    """Heads come in sections of `section` (request, head) pairs whose K/V share the L2 cache; inside a section the
+    last query tiles (the longest, when causal) come first.  The first `late_tiles` query tiles of all heads (the
+    shortest) are kept for the end, where they even out the CTAs."""
+    early_tiles = num_tiles_q - late_tiles
+    late = tile >= num_heads_batch * early_tiles
+    rows = cutlass.select_(late, late_tiles, early_tiles)
+    wide = cutlass.select_(late, num_heads_batch, section)
+    r = cutlass.select_(late, tile - num_heads_batch * early_tiles, tile)
+    s = r // (wide * rows)
+    r = r - s * wide * rows
+    width = cutlass.min(wide, num_heads_batch - s * wide)
+    step = r // width
+    hb = s * wide + (r - step * width)
+    b = hb // num_qo_heads
+    return cutlass.select_(late, late_tiles, num_tiles_q) - 1 - step, hb - b * num_qo_heads, b
+
+
+def positions(p, env, m):
+    """First and last query position of query tile m."""
+    i0 = m * p.tile_q + env.kv_len - env.qo_len
+    return i0, cutlass.min((m + 1) * p.tile_q, env.qo_len) - 1 + env.kv_len - env.qo_len
+
+
+def contiguous_blocks(p, fn, env, m):
+    """Blocks to visit and, of those, the clear ones.  At least one block is visited: an empty row still owes its
+    output, and the mask hides the rest."""
+    i0, i1 = positions(p, env, m)
+    lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+    lo, clear_lo = cutlass.max(lo, 0), cutlass.max(clear_lo, 0)
+    hi, clear_hi = cutlass.min(hi, env.kv_len), cutlass.min(clear_hi, env.kv_len)
+    some = hi > lo
+    begin = cutlass.select_(some, lo // p.tile_kv, Int32(0))
+    end = cutlass.select_(some, (hi + p.tile_kv - 1) // p.tile_kv, Int32(1))
+    clear_begin = (clear_lo + p.tile_kv - 1) // p.tile_kv
+    return begin, end, clear_begin, cutlass.max(clear_hi, 0) // p.tile_kv
+
+
+# ------------------------------------------------------------------------------------- masks with holes
+def ballots(p, fn, env, i0, i1, chunk):
+    """One block a lane: which of blocks 32 chunk … 32 chunk + 31 are visible at all, and which without a mask."""
+    j0 = (chunk * 32 + cute.arch.lane_idx()) * p.tile_kv
+    j1 = cutlass.min(j0 + p.tile_kv, env.kv_len) - 1
+    lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+    may, must = classify_tile(fn, env, i0, i1, j0, j1)
+    inside = (j0 < env.kv_len) & (j0 < hi) & (j1 >= lo)
+    clear = ((j0 >= clear_lo) & (j1 < clear_hi)) | must
+    seen = Boolean(inside & may)
+    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (j0 + p.tile_kv <= env.kv_len))
+
+
+@cute.jit
+def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, env, m: Int32):
+    i0, i1 = positions(p, env, m)
+    count = Int32(0)
+    chunks = (env.kv_len + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+    for c in cutlass.range(chunks, unroll=1):
+        seen, _ = ballots(p, fn, env, i0, i1, c)
+        count = count + cute.arch.popc(seen)
+    return count
+
+
+@cute.jit
+def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, env, m: Int32, chunk: Int32, seen: Int32, clear: Int32):
+    """The highest block not yet visited; (block, masked, chunk, seen, clear).  Past the last one: block 0, masked."""
+    i0, i1 = positions(p, env, m)
+    while (seen == 0) & (chunk > 0):
+        chunk = chunk - 1
+        seen, clear = ballots(p, fn, env, i0, i1, chunk)
+    top = cutlass.select_(seen == 0, Int32(0), highest_bit(seen))
+    masked = ((clear >> top) & 1) ^ 1
+    return chunk * 32 + top, masked, chunk, seen & ~(1 << top), clear
+
+
+def first_chunk(p, env):
+    return (env.kv_len + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+
+
+# ------------------------------------------------------------------------------------- dealing
+@cute.jit
+def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, tickets, env, grid):
+    """The schedule warp: posts items; the first dead one ends the CTA.  Equal tiles are dealt back and forth; where
+    a mask makes them unequal an atomic counter deals the next tile to whoever is idle.
+    tickets: two zeroed counters; the last CTA to run dry zeroes them again."""
+    lane = cute.arch.lane_idx()
+    bx, _, _ = cute.arch.block_idx()
+    gx, _, _ = cute.arch.grid_dim()
+    num_tiles = grid.num_tiles_q * grid.num_heads_batch
+    slot, phase, turn = Int32(0), Int32(1), Int32(0)
+    tile = bx
+    live = Boolean(True)
+    while live:
+        live = tile < num_tiles
+        m, h, b = locate(tile, grid.num_tiles_q, grid.num_heads_batch, grid.section, grid.late_tiles, env.num_qo_heads)
+        here = Env(b, h, h // env.group_size, *env[3:])
+        begin, end, clear_begin, clear_end = Int32(0), Int32(1), Int32(0), Int32(0)
+        if const_expr(p.contiguous):
+            begin, end, clear_begin, clear_end = contiguous_blocks(p, fn, here, m)
+        else:
+            end = cutlass.max(count_blocks(p, fn, here, m), 1)
+        cute.arch.mbarrier_wait(ring.empty + slot, phase)
+        if lane == 0:
+            at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
+            at[0], at[1], at[2], at[3] = m, h, b, Int32(live)
+            at[4], at[5], at[6], at[7] = begin, end, clear_begin, clear_end
+            cute.arch.mbarrier_arrive(ring.full + slot)
+        slot, phase = advance(ring.stages, slot, phase)
+        if const_expr(p.dynamic):
+            if live:
+                if lane == 0:
+                    tile = gx + cute.arch.atomic_add(tickets, Int32(1), sem="relaxed", scope="gpu")
+                tile = cute.arch.shuffle_sync(tile, 0)
+        else:
+            turn = turn + 1
+            tile = turn * gx + cutlass.select_(turn % 2 == 1, gx - 1 - bx, bx)
+    if const_expr(p.dynamic):
+        if lane == 0:
+            if cute.arch.atomic_add(tickets + 1, Int32(1), sem="acq_rel", scope="gpu") == gx - 1:
+                cute.arch.atomic_exch(tickets, Int32(0), sem="relaxed", scope="gpu")
+                cute.arch.atomic_exch(tickets + 1, Int32(0), sem="relaxed", scope="gpu")
+
+
+def take(ring, items, slot, phase, lead):
+    """Read the next item and give its slot back: m, h, b, live, begin, end, clear_begin, clear_end."""
+    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
+    it = [warp_uniform(at[i]) for i in range(ITEM_WORDS)]
+    release(ring, slot, lead)
+    return it[0], it[1], it[2], it[3] != 0, it[4], it[5], it[6], it[7]

@@ -1,0 +1,202 @@
+"""From scores to weights, without a running maximum.
+
+Softmax needs a base near each row's maximum only to keep 2^x in range; any base gives the same result after the
+final division.  So a row keeps the base it has, a block's exponentials start at once, and their sum - needed anyway
+- tells whether the base is still good: when a thread's part exceeds GUARD (or overflows), its warp recomputes this
+block from the scores with a fresh maximum and rescales.  Random data never does after the first block; the worst
+case costs what ordinary online softmax costs, plus one wasted pass.
+
+`top` is a row's base in units of what S holds when the maximum is taken: score units where the unit is known to be
+positive, base-2 units else.  The slow pass subtracts before it multiplies: the greatest logit has weight exactly 1
+however large it is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from .functors import NEG_INF, columns, score_of, visible
+from .layout import quad, row_elems
+
+FLOOR = -1.0e30  # base of a row that has seen no key: finite, so no -inf guards are needed
+GUARD = 2.0**12
+
+
+def pack(p, lo, hi):
+    """Two fp32 to one word of p.dtype.  Opaque to LLVM, which would otherwise sink the conversions of two branches
+    below their join and keep twice the registers alive."""
+    kind = {"bf16": "bf16x2", "f16": "f16x2"}[p.dtype]
+    return cute.arch.inline_ptx(
+        "cvt.rn." + kind + ".f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[hi, lo]
+    )
+
+
+def settle(P, Pn, zero):
+    """P = Pn, by an operation the compiler cannot see through: the registers that a running product reads must
+    not be the ones the next block's softmax writes, or ptxas serialises the products (C7513)."""
+    for i in range(cute.size(P)):
+        P[i] = Pn[i] | zero
+
+
+def chains(op, vals, k: int):
+    """Reduce with k independent chains."""
+    acc = list(vals[:k])
+    for j, v in enumerate(vals[k:]):
+        acc[j % k] = op(acc[j % k], v)
+    while len(acc) > 1:
+        acc = [op(a, b) for a, b in zip(acc[::2], acc[1::2])] + ([acc[-1]] if len(acc) % 2 else [])
+    return acc[0]
+
+
+def hide(p, fn, S, env, hd, rows, i0, col0):
+    """Scores of keys that do not exist become -inf."""
+    cls = columns(p, fn, env, hd, i0, col0)
+    for i in range(2):
+        for e in row_elems(i, p.tile_kv):
+            j = col0 + (8 * e[2] + e[1])
+            S[e] = cutlass.select_(visible(p, fn, env, hd, rows[i], cls[e[2], e[1]], j), S[e], Float32(NEG_INF))
+
+
+def touch(p, fn, S, env, hd, rows, i0, col0, unit, masked: bool):
+    """The functor, in place, and after it the mask."""
+    cls = columns(p, fn, env, hd, i0, col0)
+    for i in range(2):
+        for e in row_elems(i, p.tile_kv):
+            cl, j = cls[e[2], e[1]], col0 + (8 * e[2] + e[1])
+            seen = visible(p, fn, env, hd, rows[i], cl, j) if masked else True
+            y = score_of(fn, env, hd, rows[i], cl, S[e], j, seen) * unit
+            S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
+
+
+def exponentials(p, S, P, part, exponent):
+    """P = 2^exponent(S) as words of p.dtype, part = this thread's row sums (two each).  S stays."""
+    for n in range(p.tile_kv // 8):
+        for i in range(2):
+            x = [cute.arch.exp2(exponent(S[i, c, n], i, c, n)) for c in range(2)]
+            for c in range(2):
+                part[2 * i + c] = x[c] if n == 0 else part[2 * i + c] + x[c]
+            P[2 * n + i] = pack(p, x[0], x[1])
+
+
+@cute.jit
+def optimistic(
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+    S,
+    P,
+    top,
+    total,
+    unit: Float32,
+    env,
+    hd,
+    rows,
+    i0: Int32,
+    col0: Int32,
+    spoilt,
+):
+    """The block with the base it finds; True if that was not good enough."""
+    part = cute.make_rmem_tensor((4,), Float32)
+    scale = unit if p.unit_positive else Float32(1.0)
+    base = [top[i] * scale for i in range(2)]
+    if const_expr(p.score == "dot"):
+        exponentials(p, S, P, part, lambda s, i, c, n: s * unit - base[i])
+    else:
+        cls = columns(p, fn, env, hd, i0, col0)
+        may_read = ~spoilt if p.score_loads else True
+        exponentials(
+            p,
+            S,
+            P,
+            part,
+            lambda s, i, c, n: (
+                score_of(fn, env, hd, rows[i], cls[n, c], s, col0 + (8 * n + c), may_read) * unit - base[i]
+            ),
+        )
+    s0, s1 = part[0] + part[1], part[2] + part[3]
+    stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
+    if not stale:
+        total[0] = total[0] + s0
+        total[1] = total[1] + s1
+    return stale
+
+
+@cute.jit
+def soften(
+    p: cutlass.Constexpr,
+    fn: cutlass.Constexpr,
+    S,
+    P,
+    top,
+    total,
+    grow,
+    unit: Float32,
+    env,
+    hd,
+    rows,
+    i0: Int32,
+    col0: Int32,
+    masked,
+    first: cutlass.Constexpr,
+):
+    """P and the running sums from one block of scores.  True if a row's base moved: then O must be multiplied by
+    `grow`, once the product that still adds to O is done."""
+    part = cute.make_rmem_tensor((4,), Float32)
+    stale = Boolean(True)
+    if const_expr(p.score != "any"):
+        if masked:
+            hide(p, fn, S, env, hd, rows, i0, col0)
+    if const_expr(not first):
+        # where the mask comes after the functor a cut block is never good enough here (a branch around this pass
+        # instead would cost the loop its uniform registers)
+        spoilt = Boolean(masked) if const_expr(p.score == "any") else Boolean(False)
+        stale = optimistic(p, fn, S, P, top, total, unit, env, hd, rows, i0, col0, spoilt)
+    if stale:
+        rescored = const_expr(p.score != "dot" or not p.unit_positive)
+        if const_expr(rescored):
+            factor = Float32(1.0) if p.unit_positive else unit
+            if const_expr(p.score == "any"):
+                if masked:
+                    touch(p, fn, S, env, hd, rows, i0, col0, factor, True)
+                else:
+                    touch(p, fn, S, env, hd, rows, i0, col0, factor, False)
+            else:
+                touch(p, fn, S, env, hd, rows, i0, col0, factor, False)
+        scale = unit if p.unit_positive else Float32(1.0)
+        for i in cutlass.range_constexpr(2):
+            peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
+            new = cute.arch.fmax(top[i], peak)
+            grow[i] = cute.arch.exp2((top[i] - new) * scale)
+            top[i] = new
+        exponentials(p, S, P, part, lambda s, i, c, n: (s - top[i]) * scale)
+        for i in cutlass.range_constexpr(2):
+            total[i] = total[i] * grow[i] + (part[2 * i] + part[2 * i + 1])
+    return stale
+
+
+@cute.jit
+def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, env, hd, rows, i0: Int32, col0: Int32, masked):
+    """scan = none: the weights are the logits themselves."""
+    if masked:
+        put_weights(p, fn, S, P, env, hd, rows, i0, col0, True)
+    else:
+        put_weights(p, fn, S, P, env, hd, rows, i0, col0, False)
+
+
+def put_weights(p, fn, S, P, env, hd, rows, i0, col0, masked: bool):
+    cls = columns(p, fn, env, hd, i0, col0)
+    for n in range(p.tile_kv // 8):
+        for i in range(2):
+            w = []
+            for c in range(2):
+                j = col0 + (8 * n + c)
+                seen = visible(p, fn, env, hd, rows[i], cls[n, c], j) if masked else True
+                y = score_of(fn, env, hd, rows[i], cls[n, c], S[i, c, n], j, seen)
+                w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)
+            P[2 * n + i] = pack(p, w[0], w[1])
+
+
+@cute.jit
+def rescale(O, cols: cutlass.Constexpr, grow):
+    for i in cutlass.range_constexpr(2):
+        for e in row_elems(i, cols):
+            O[e] = O[e] * grow[i]

@@ -1,0 +1,406 @@
+"""From a variant to the text of its functor module: straight-line CuTe DSL, one IR node a line.
+
+Every function of the module belongs to a stage (codegen/device/functors.py lists them).  A value is computed in the
+stage where it is first known - head, row, column - and handed up in tuples, so that the innermost code holds only
+what really differs from score to score.  Reads of tensors carry their guards: what `and`, `or`, `if` and the mask
+hide becomes the predicate of the load.  A read hoisted above a guard is checked against the tensor's extents instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from attncc.ir.decompose import decompose
+from attncc.ir.nodes import F32, Const, Expr, Leaf, Load, Op, Param, TensorParam, Variant, walk
+from attncc.ir.ranges import TileRanges, tile_ranges
+
+from .config import KernelConfig
+from .prelude import IMPORTS, helpers_for
+
+ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
+ENV_LEAVES = frozenset("b h g qo_len kv_len num_qo_heads num_kv_heads group_size".split())
+ROW_LEAVES, COL_LEAVES = frozenset(("i", "iq")), frozenset(("j", "i0"))
+IN_RANGE = frozenset("b h g iq".split())  # leaves that never leave the extent they index
+
+INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
+FAST = {"exp": "exp({})", "log": "log({})", "sigmoid": "sigmoid({})", "softplus": "softplus({})",
+        "logsigmoid": "-softplus(-{})", "exp2": "cute.arch.exp2({})", "tanh": "cute.math.tanh({}, fastmath=True)",
+        "log2": "cute.math.log2({}, fastmath=True)", "sqrt": "cute.math.sqrt({}, fastmath=True)",
+        "rsqrt": "cute.math.rsqrt({}, fastmath=True)", "log1p": "cute.math.log1p({})", "sin": "sin({})",
+        "cos": "cos({})", "floor": "cute.math.floor({})"}  # fmt: skip
+PRECISE = {**FAST, "exp": "cute.math.exp({})", "log": "cute.math.log({})", "exp2": "cute.math.exp2({})",
+           "tanh": "cute.math.tanh({})", "log2": "cute.math.log2({})", "sqrt": "cute.math.sqrt({})",
+           "rsqrt": "cute.math.rsqrt({})"}  # fmt: skip
+SEEN = "seen"  # the guard that the mask and kv_len put on every read of a score
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """The module's text and the variant's own kernel parameters, (name, kind), in order."""
+
+    name: str
+    text: str
+    params: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What must hold for a lane to read: (condition, must it be true).  `checked`: a condition was left behind, so
+    indices are compared with the extents."""
+
+    conditions: tuple[tuple[Expr | str, bool], ...] = ()
+    checked: bool = False
+
+    def plus(self, condition: Expr | str, holds: bool) -> Guards:
+        return Guards((*self.conditions, (condition, holds)), self.checked)
+
+
+@dataclass
+class Stage:
+    """One function being written.  `below`: the stages whose tuples it is given; `leaves`: names it has as arguments."""
+
+    name: str
+    leaves: frozenset[str]
+    below: dict[str, Stage] = field(default_factory=dict)
+    handle: str = ""  # how functions above call its tuple
+    lines: list[str] = field(default_factory=list)
+    names: dict = field(default_factory=dict)
+    exports: list[str] = field(default_factory=list)
+
+    def export(self, name: str) -> str:
+        if name not in self.exports:
+            self.exports.append(name)
+        return f"{self.handle}[{self.exports.index(name)}]"
+
+
+def home(e: Expr) -> str | None:
+    """The stage where `e` is first known; None: it differs from cell to cell."""
+    names = {x.name for x in walk(e) if isinstance(x, Leaf)} - ENV_LEAVES
+    if not names:
+        return "head"
+    if names <= ROW_LEAVES:
+        return "row"
+    return "col" if names <= COL_LEAVES else None
+
+
+def reads_memory(e: Expr) -> bool:
+    return any(isinstance(x, Load) for x in walk(e))
+
+
+def slope(e: Expr) -> int | None:
+    """c where an i32 `e` is c * j + something without j; None where it is not known to be."""
+    match e:
+        case Leaf("j"):
+            return 1
+        case Op("add" | "sub", (a, b)):
+            sa, sb = slope(a), slope(b)
+            return None if sa is None or sb is None else sa + sb if e.op == "add" else sa - sb
+        case Op("neg", (a,)):
+            sa = slope(a)
+            return None if sa is None else -sa
+        case Op("mul", (a, Const(c)) | (Const(c), a)) if e.type.elem == "i32":
+            sa = slope(a)
+            return None if sa is None else sa * int(c)
+    return None if any(isinstance(x, Leaf) and x.name == "j" for x in walk(e)) else 0
+
+
+class Emitter:
+    """Writes the functions of one variant."""
+
+    def __init__(self, variant: Variant, head_dim_vo: int):
+        self.variant = variant
+        self.head_dim_vo = head_dim_vo
+        self.tensors = {t.name: t for t in variant.tensors}
+        self.scalars = {s.name: s for s in variant.scalars}
+        self.params: list[tuple[str, str]] = []
+        self.file = PurePath(variant.source.name).name if variant.source else variant.name
+        self.sums: dict[Expr, int] = {}
+        self.homes: dict[Expr, str | None] = {}
+        self.readers: dict[Expr, bool] = {}
+        self.head = Stage("head", frozenset(), handle="hd")
+        self.row = Stage("row", ROW_LEAVES, {"head": self.head}, "rw")
+        self.block = Stage("block", COL_LEAVES, {"head": self.head}, "bk")
+        self.col = Stage("col", frozenset("j"), {"head": self.head, "block": self.block}, "cl")
+        self.functions: list[str] = []
+
+    # ------------------------------------------------------------------ leaves
+    def param(self, name: str, kind: str) -> str:
+        if (name, kind) not in self.params:
+            self.params.append((name, kind))
+        return f"x.params[{self.params.index((name, kind))}]"
+
+    def trivial(self, e: Expr) -> str | None:
+        """Constants, parameters and sizes are at hand everywhere."""
+        match e:
+            case Const(value):
+                kind = {"i32": "Int32", "f32": "Float32", "bool": "Boolean"}[e.type.elem]
+                text = repr(value) if value == value and abs(value) != float("inf") else f'float("{value}")'
+                return f"{kind}({text})"
+            case Param(name):
+                at = self.param(f"s.{name}", "f32" if e.type.elem == "f32" else "i32")
+                return f"({at} != 0)" if e.type.elem == "bool" else at
+            case Leaf(name) if name in ENV_LEAVES:
+                return f"x.{name}"
+        return None
+
+    def home(self, e: Expr) -> str | None:
+        if e not in self.homes:
+            self.homes[e] = home(e)
+        return self.homes[e]
+
+    def reads(self, e: Expr) -> bool:
+        if e not in self.readers:
+            self.readers[e] = reads_memory(e)
+        return self.readers[e]
+
+    # ------------------------------------------------------------------ values
+    def value(self, e: Expr, stage: Stage, guards: Guards = Guards(), precise: bool = False) -> str:
+        """The name of `e` in a stage, computing it there or below."""
+        at_hand = self.trivial(e)
+        if at_hand is not None:
+            return at_hand
+        if isinstance(e, Leaf) and e.name in stage.leaves:
+            return e.name
+        if e in self.sums:
+            return f"sums[{self.sums[e]}]"
+        key = (e, guards if self.reads(e) else None, precise)
+        if key not in stage.names:
+            below = stage.below.get(self.home(e) or "")
+            if below is not None:
+                stage.names[key] = self.lift(below, e, guards, precise)
+            else:
+                stage.names[key] = self.line(stage, self.compute(e, stage, guards, precise), e)
+        return stage.names[key]
+
+    def lift(self, below: Stage, e: Expr, guards: Guards, precise: bool) -> str:
+        """A value computed in a lower stage: conditions that are not known there yet are left behind."""
+        kept = tuple(c for c in guards.conditions if c[0] != SEEN and self.home(c[0]) in ("head", below.name))  # type: ignore[arg-type]
+        there = Guards(kept, guards.checked or len(kept) < len(guards.conditions))
+        return below.export(self.value(e, below, there, precise))
+
+    def line(self, stage: Stage, text: str, e: Expr | None = None) -> str:
+        name = f"v{len(stage.lines)}"
+        where = f"  # {self.file}:{e.span.line}" if e is not None and e.span.line else ""
+        stage.lines.append(f"{name} = {text}{where}")
+        return name
+
+    def compute(self, e: Expr, stage: Stage, guards: Guards, precise: bool) -> str:
+        if isinstance(e, Load):
+            return self.load(e, stage, guards)
+        assert isinstance(e, Op), f"{e} has no place in stage {stage.name}"
+        if e.op in ("and", "or"):
+            left = self.value(e.args[0], stage, guards, precise)
+            return (
+                f"{left} {INFIX[e.op]} {self.value(e.args[1], stage, guards.plus(e.args[0], e.op == 'and'), precise)}"
+            )
+        if e.op == "select":
+            c, a, b = e.args
+            cond = self.value(c, stage, guards, precise)
+            yes = self.value(a, stage, guards.plus(c, True), precise)
+            return f"cutlass.select_({cond}, {yes}, {self.value(b, stage, guards.plus(c, False), precise)})"
+        if stage is self.col and e.op == "f32":
+            c = slope(e.args[0])
+            if c is not None:  # one conversion a block, then constants are added
+                return f"{self.block.export(self.value(e, self.block, guards))} + {float(c)} * off"
+        # what decides a branch or an index is computed as the reference does, not by approximations
+        exact = (
+            precise
+            or stage.name in ("head", "row", "block")
+            or (e.op in ("i32", "floor", "lt", "le", "eq", "ne", "floordiv", "mod"))
+        )
+        args = [self.value(a, stage, guards, exact) for a in e.args]
+        return self.operation(e, args, exact)
+
+    def operation(self, e: Op, args: list[str], precise: bool) -> str:
+        integer = e.args[0].type.elem == "i32"
+        a = args[0]
+        match e.op:
+            case op if op in INFIX:
+                return f"{a} {INFIX[op]} {args[1]}"
+            case "neg":
+                return f"-{a}"
+            case "not":
+                return f"~{a}"
+            case "div":
+                return f"{a} / {args[1]}" if precise else f"{a} * cute.arch.rcp_approx({args[1]})"
+            case "min" | "max":
+                return f"cutlass.{e.op}({a}, {args[1]})" if integer else f"cute.arch.f{e.op}({a}, {args[1]})"
+            case "abs":
+                return f"cutlass.max({a}, -{a})" if integer else f"cute.arch.fmax({a}, -{a})"
+            case "floordiv" | "mod":
+                return self.division(e, a, args[1])
+            case "pow":
+                return self.power(e, a, args[1])
+            case "i32":
+                return f"Int32({a})"
+            case "f32":
+                return f"Float32({a})"
+            case "bit":
+                return f"bit({a}, {args[1]})"
+        return (PRECISE if precise else FAST)[e.op].format(a)
+
+    def division(self, e: Op, a: str, b: str) -> str:
+        if e.args[0].type.elem == "f32":
+            whole = f"cute.math.floor({a} / {b})"
+            return whole if e.op == "floordiv" else f"{a} - {whole} * {b}"
+        c = e.args[1].value if isinstance(e.args[1], Const) else 0
+        if c > 0 and c & (c - 1) == 0:
+            return f"{a} >> {c.bit_length() - 1}" if e.op == "floordiv" else f"{a} & {c - 1}"
+        return f"{a} {'//' if e.op == 'floordiv' else '%'} {b}"
+
+    def power(self, e: Op, a: str, b: str) -> str:
+        y = e.args[1].value if isinstance(e.args[1], Const) else None
+        if y is not None and y == int(y) and 0 <= y <= 16:
+            one = "Int32(1)" if e.type.elem == "i32" else "Float32(1.0)"
+            return " * ".join([a] * int(y)) if y else one
+        if e.type.elem == "i32":
+            raise ValueError(f"i32 exponent {y} is not supported by kernels")
+        return f"power({a}, {b})"
+
+    # ------------------------------------------------------------------ memory
+    def load(self, e: Load, stage: Stage, guards: Guards) -> str:
+        tensor = self.tensors[e.tensor]
+        index = list(expand(tensor, e.index))
+        ok = [self.condition(c, holds, stage) for c, holds in guards.conditions]
+        if guards.checked:
+            for k, x in index:
+                if not (isinstance(x, Leaf) and x.name in IN_RANGE):
+                    at = self.value(x, stage, guards)
+                    size = self.param(f"t.{tensor.name}.size.{k}", "i32")
+                    ok.append(f"({at} >= 0) & ({at} < {size})")
+        if any(isinstance(x, Leaf) and x.name == "e" for _, x in index):
+            ok.append(f"(e < {self.head_dim_vo})")
+        address = self.address(tensor, index, stage, guards)
+        gate = " & ".join(f"({c})" if " " in c and not c.startswith("(") else c for c in dict.fromkeys(ok)) or "True"
+        match tensor.dtype:
+            case "f32":
+                return f"as_f32(load_b32({address}, {gate}))"
+            case "i32" | "u32":
+                return f"load_b32({address}, {gate})"
+            case "bf16":
+                return f"as_f32(load_u16({address}, {gate}) << 16)"
+            case "f16":
+                return f"f16_as_f32(load_u16({address}, {gate}))"
+            case "bool":
+                return f"load_u8({address}, {gate}) != 0"
+        return f"load_u8({address}, {gate})"
+
+    def condition(self, c: Expr | str, holds: bool, stage: Stage) -> str:
+        if isinstance(c, str):
+            return c
+        at = self.value(c, stage, self.guards_of_condition(c))
+        return at if holds else f"~{at}"
+
+    def guards_of_condition(self, c: Expr) -> Guards:
+        """A condition that itself reads memory is read where it stands in the score: under `seen`."""
+        return Guards(((SEEN, True),)) if self.reads(c) and self.in_score else Guards()
+
+    in_score = False
+
+    def address(self, tensor: TensorParam, index: list[tuple[int, Expr]], stage: Stage, guards: Guards) -> str:
+        """The element's address; the part of each index that a lower stage knows is added there."""
+        below = self.part_below(index, stage)
+        mine = [(k, x) for k, x in index if below is None or not self.known_in(x, below)]
+        if below is None:
+            at = self.param(f"t.{tensor.name}", "ptr")
+        else:
+            rest = [kx for kx in index if kx not in mine]
+            kept = Guards((), True) if guards != Guards() else guards
+            key = ("address", tensor.name, tuple(rest))
+            if key not in below.names:
+                below.names[key] = self.line(below, self.address(tensor, rest, below, kept))
+            at = below.export(below.names[key])
+        size = ELEMENT_BYTES[tensor.dtype]
+        for k, x in mine:
+            stride = self.param(f"t.{tensor.name}.stride.{k}", "i32")
+            at += f" + Int64({self.value(x, stage, guards)}) * Int64({stride}) * {size}"
+        return at
+
+    def known_in(self, x: Expr, below: Stage) -> bool:
+        return self.home(x) in ("head", below.name)
+
+    def part_below(self, index: list[tuple[int, Expr]], stage: Stage) -> Stage | None:
+        for name in ("row", "head"):
+            below = stage.below.get(name)
+            if below is not None and any(self.home(x) == name for _, x in index):
+                return below
+        return None
+
+    # ------------------------------------------------------------------ functions
+    def function(self, signature: str, stage: Stage, result: str) -> None:
+        body = [*stage.lines, f"return {result}"]
+        self.functions.append(f"def {signature}:\n" + "".join(f"    {line}\n" for line in body))
+
+    def cell(self, name: str, args: Iterable[str], below: Iterable[Stage]) -> Stage:
+        return Stage(name, frozenset(args), {s.name: s for s in below})
+
+    def text(self) -> str:
+        stages = [("head(x)", self.head), ("row(x, hd, i, iq)", self.row), ("block(x, hd, i0, j)", self.block),
+                  ("col(x, hd, bk, j, off)", self.col)]  # fmt: skip
+        written = self.functions
+        self.functions = []
+        for signature, stage in stages:
+            self.function(signature, stage, "(" + "".join(f"{n}, " for n in stage.exports) + ")")
+        body = "\n\n".join(self.functions + written)
+        title = f'"""{self.variant.name}, generated by attncc from {self.file}."""'
+        return f"{title}\n\n{IMPORTS}\n\n{helpers_for(body)}\n\n{body}".rstrip() + "\n"
+
+
+def expand(tensor: TensorParam, index: tuple[Expr, ...]) -> Iterable[tuple[int, Expr]]:
+    """(dimension of the argument, index) with the dense layout's request dimension before `iq` and `j`."""
+    k = 0
+    for dim, x in zip(tensor.dims, index):
+        if dim in ("iq", "j"):
+            yield k, Leaf("b")
+            k += 1
+        yield k, x
+        k += 1
+
+
+def emit(variant: Variant, config: KernelConfig) -> Emitted:
+    """The functor module of a specialised, simplified variant."""
+    logits = decompose(variant)
+    m = Emitter(variant, config.head_dim_vo)
+    all_below = (m.head, m.row, m.col)
+
+    stage = m.cell("unit", (), (m.head,))
+    m.function("unit(hd)", stage, m.head.export(m.value(logits.unit, m.head)))
+    stage = m.cell("score", ("dot", "i", "j", "seen"), all_below)
+    m.in_score = True
+    result = m.value(logits.score, stage, Guards(((SEEN, True),)))
+    m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
+    m.in_score = False
+    stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
+    m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage))
+    stage = m.cell("mask", ("i", "j"), all_below)
+    m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(variant.mask, stage))
+    if variant.scan.sink is not None:
+        base2 = Op("mul", (variant.scan.sink, Const(math.log2(math.e), F32)), F32)
+        m.function("sink(x, hd, rw, i)", stage := m.cell("sink", ("i",), (m.head, m.row)), m.value(base2, stage))
+    emit_ranges(m, tile_ranges(variant))
+    emit_epilogue(m, variant)
+    return Emitted(variant.name, m.text(), tuple(m.params))
+
+
+def emit_ranges(m: Emitter, ranges: TileRanges) -> None:
+    stage = m.cell("bounds", ("i0", "i1"), ())
+    parts = (ranges.lo, ranges.hi, ranges.clear_lo, ranges.clear_hi)
+    m.function("bounds(x, i0, i1)", stage, ", ".join(m.value(e, stage) for e in parts))
+    stage = m.cell("classify", ("i0", "i1", "j0", "j1"), ())
+    may, must = ("Boolean(True)" if e is None else m.value(e, stage) for e in (ranges.may, ranges.must))
+    m.function("classify(x, i0, i1, j0, j1)", stage, f"{may}, {must if ranges.must is not None else 'Boolean(False)'}")
+
+
+def emit_epilogue(m: Emitter, variant: Variant) -> None:
+    """Sums over features in the order in which they need one another, then the features themselves."""
+    args = ("i", "iq", "lse", "o", "e")
+    sums = [x for x in walk(variant.epilogue) if isinstance(x, Op) and x.op == "sum"]
+    for k, node in enumerate(sums):
+        stage = m.cell(f"sum {k}", args, (m.head,))
+        m.function(f"partial_{k}(x, hd, rw, i, iq, lse, o, e, sums)", stage, m.value(node.args[0], stage))
+        m.sums[node] = k
+    stage = m.cell("epilogue", args, (m.head,))
+    m.function("epilogue(x, hd, rw, i, iq, lse, o, e, sums)", stage, m.value(variant.epilogue, stage))

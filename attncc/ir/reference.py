@@ -252,9 +252,8 @@ def _entries(lanes: Lanes, domain: Domain) -> Load:
     at = domain.index.index(None)
     dims = lanes.call.params[domain.tensor].dims
     axis = sum(lanes.request.axes(space) for space in dims[:at])
-    lanes.set(
-        **{":": torch.arange(lanes.call.tensors[domain.tensor].shape[axis], device=lanes.call.device).view(1, 1, 1, -1)}
-    )
+    n = lanes.length(dims[at], lanes.call.tensors[domain.tensor].shape[axis])
+    lanes.set(**{":": torch.arange(n, device=lanes.call.device).view(1, 1, 1, -1)})
     return Load(domain.tensor, tuple(Leaf(":") if x is None else x for x in domain.index), I32, domain.span)
 
 

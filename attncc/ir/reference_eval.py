@@ -142,7 +142,8 @@ class Lanes:
         open_ = x if e.op == "and" else ~x
         return FUNCTIONS[e.op](x, rest[0]), _either(f, _both(open_, faults[0]))
 
-    def _length(self, space: str | int, n: int) -> int:
+    def length(self, space: str | int, n: int) -> int:
+        """The number of values that an index over `space` may take, n being the argument's dimension."""
         return {"iq": self.request.qo_len, "j": self.request.kv_len}.get(str(space), n)
 
     def _gather(self, name: str, index: list[Tensor], fault: Tensor | None) -> Value:
@@ -150,7 +151,7 @@ class Lanes:
         shape = torch.broadcast_shapes(*(x.shape for x in index))
         at: list[Tensor] = []
         for space, x in zip(dims, index, strict=True):
-            n = self._length(space, data.shape[len(at)])
+            n = self.length(space, data.shape[len(at)])
             outside = (x < 0) | (x >= n)
             if outside.any():
                 fault = _either(fault, outside)
@@ -168,12 +169,19 @@ class Lanes:
     def _rope(self, e: Rope) -> Value:
         (x, pos), fault = self._args((e.x, e.pos))
         dims = x.shape[-1] if e.dims is None else e.dims
+        if dims % 2 or dims > x.shape[-1]:
+            raise ValueError(f"rope: expected an even dims of at most {x.shape[-1]} features, found {dims}")
         half = torch.arange(dims // 2, device=x.device).view(1, 1, 1, -1)
         if e.cos is not None and e.sin is not None:
+            for name in (e.cos, e.sin):
+                if self.call.tensors[name].shape[-1] != dims // 2:
+                    found = list(self.call.tensors[name].shape)
+                    raise ValueError(
+                        f"{name}: expected a last dimension of {dims // 2} (dims // 2), found shape {found}"
+                    )
             cos, f_cos = self._gather(e.cos, [pos, half], None)
             sin, f_sin = self._gather(e.sin, [pos, half], None)
-            for f in (f_cos, f_sin):
-                fault = _either(fault, None if f is None else f.any(-1, keepdim=True))
+            fault = _either(_either(fault, f_cos), f_sin)
         else:
             scaling = [a if a is None or isinstance(a, str) else self._args((e.x, a)) for a in e.scaling]
             (_, theta), f_theta = self._args((e.x, e.theta))
@@ -203,13 +211,11 @@ class Lanes:
         line = f", line {e.span.line}" if e.span.line else ""
         if isinstance(e, Op):
             return ZeroDivisionError(f"integer division by zero at {where}{line}")
-        names, index = (e.tensor,), e.index
-        if isinstance(e, Rope):
-            names, index = (str(e.cos), str(e.sin)), (e.pos,)
-        for name in names:
+        reads = {str(e.cos): (e.pos,), str(e.sin): (e.pos,)} if isinstance(e, Rope) else {e.tensor: e.index}
+        for name, index in reads.items():
             data, taken = self.call.tensors[name], 0
             for k, (space, x) in enumerate(zip(self.call.params[name].dims, index, strict=False)):
-                n, i = self._length(space, data.shape[taken]), int(_pick(self.value(x)[0], at).flatten()[0])
+                n, i = self.length(space, data.shape[taken]), int(_pick(self.value(x)[0], at).flatten()[0])
                 if not 0 <= i < n:
                     text = f"tensor {name!r} is read out of range: index {k} ({space}) is {i}, not in 0…{n - 1}"
                     return IndexError(f"{text}, at {where}{line}")

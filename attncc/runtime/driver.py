@@ -99,7 +99,10 @@ class Driver:
 
     def is_capturing(self, stream: int) -> bool:
         """Is a CUDA graph being captured from that stream?"""
-        return int(self._check("cuStreamIsCapturing", self._cu.cuStreamIsCapturing(stream))) != 0
+        error, status = self._cu.cuStreamIsCapturing(stream)
+        if error:
+            self._check("cuStreamIsCapturing", (error, status))
+        return bool(status)
 
     def _context(self, device: int) -> Any:
         """The device's primary context, the one that torch uses; retained for the life of the process."""
@@ -161,12 +164,12 @@ class Driver:
             self._check("cuCtxPushCurrent", cu.cuCtxPushCurrent(cu.CUcontext(function.context)))
         try:
             x, y, z = function.block
-            error = cu.cuLaunchKernel(function.handle, grid, 1, 1, x, y, z, function.smem, stream, arguments, 0)
+            result = cu.cuLaunchKernel(function.handle, grid, 1, 1, x, y, z, function.smem, stream, arguments, 0)
         finally:
             if foreign:
                 self._check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
-        if error[0] != 0:
-            self._check("cuLaunchKernel", error)
+        if result[0]:
+            self._check("cuLaunchKernel", result)
 
     def encode(self, tensor_map: TensorMap, address: int) -> bytes:
         """The 128 bytes of a CUtensorMap.  Out-of-range elements read as zero."""

@@ -394,6 +394,7 @@ def _show_trial(variant: Variant, result: Any, backend: str, call: str) -> bool:
     lines += [(n, f"{v} (chosen: it has no default and no --set)") for n, v in result.inputs.chosen.items()]
     lse = "no lse (scan = none)" if result.lse_max is None else f"lse {result.lse_max:.1e} at most"
     lines.append(("error", f"out {result.out_error:.1e} relative, {result.out_max:.1e} at most; {lse}"))
+    lines += [("emit", f"{name} {difference:.1e} at most") for name, difference in result.emit_max.items()]
     if result.milliseconds is not None:
         lines.append(("time", f"{result.milliseconds:.3f} ms"))
     click.echo(f"{variant.name}: {'ok' if ok else 'WRONG'}, against the float64 reference")

@@ -20,13 +20,15 @@ from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
 class Trial:
     """`out_error` is |out - reference| / |reference| in the Frobenius norm, `out_max` the largest |out - reference|,
     `lse_max` the largest |lse - reference| over rows that see a key (None without lse).  `agrees`: finite, zero and
-    -inf where the reference is.  `milliseconds`: median of a GPU call."""
+    -inf where the reference is.  `emit_max`: as `lse_max`, for each emitted tensor.  `milliseconds`: median of a GPU
+    call."""
 
     backend: str
     inputs: Inputs
     out_error: float
     out_max: float
     lse_max: float | None
+    emit_max: dict[str, float]
     agrees: bool
     milliseconds: float | None
 
@@ -49,27 +51,36 @@ def trial(
         function = compiler.reference(source, **options, compute_dtype=torch.float32)
     return_lse = variant.scan.kind != "none"
 
-    def call(f: Callable[..., Any]) -> tuple[Tensor, Tensor | None]:
+    def call(f: Callable[..., Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         result = f(inputs.q, inputs.k, inputs.v, return_lse=return_lse, **inputs.params)
-        return (result[0], result[1] if return_lse else None) if isinstance(result, tuple) else (result, None)
+        parts = result if isinstance(result, tuple) else (result,)
+        return parts[0], parts[1] if return_lse else None, parts[-1] if variant.emits else {}
 
-    out, lse = call(function)
-    want, want_lse = call(oracle)
+    out, lse, emits = call(function)
+    want, want_lse, want_emits = call(oracle)
     out = out.to(options["dtype"])
-    difference = (out.double() - want).abs()
-    norm = float(want.norm())
-    lse_max, agrees = None, bool(torch.equal(out.isfinite(), want.isfinite()))
+    checks = {"out": _largest(out, want)}
     if lse is not None and want_lse is not None:
-        seen = want_lse.isfinite()
-        agrees = agrees and bool(torch.equal(seen, lse.isfinite()))
-        lse_max = float((lse.double() - want_lse)[seen].abs().max()) if bool(seen.any()) else 0.0
+        checks["lse"] = _largest(lse, want_lse)
+    emitted = {name: _largest(x, want_emits[name]) for name, x in emits.items()}
+    norm = float(want.norm())
     return Trial(
         backend, inputs,
-        out_error=float(difference.norm()) / norm if norm else float(difference.norm()),
-        out_max=float(difference.max()) if difference.numel() else 0.0,
-        lse_max=lse_max, agrees=agrees,
+        out_error=float((out.double() - want).norm()) / (norm or 1.0),
+        out_max=checks["out"][0],
+        lse_max=checks["lse"][0] if "lse" in checks else None,
+        emit_max={name: difference for name, (difference, _) in emitted.items()},
+        agrees=all(same for _, same in [*checks.values(), *emitted.values()]),
         milliseconds=_time(lambda: call(function)) if backend == "cuda" else None,
     )  # fmt: skip
+
+
+def _largest(found: Tensor, want: Tensor) -> tuple[float, bool]:
+    """The largest difference where the reference is finite, and whether both are finite in the same places."""
+    finite = want.isfinite()
+    difference = (found.double() - want)[finite].abs()
+    same = bool(torch.equal(finite, found.isfinite())) and bool(torch.equal(found[~finite].double(), want[~finite]))
+    return float(difference.max()) if difference.numel() else 0.0, same
 
 
 def _time(call: Callable[[], object], repeats: int = 20) -> float:

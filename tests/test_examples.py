@@ -1,0 +1,91 @@
+"""Every example checks, reads like one, runs on the reference, and (where kernels take it) reaches a functor module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attncc import compiler
+from attncc.diagnostics import AttnError
+from attncc.ir.nodes import SLOT_DEFAULTS, Variant
+from attncc.ir.text import parse_variant, print_variant
+from attncc.random_inputs import Shape, random_inputs
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "examples").glob("*.attn"))
+ALL = [(path, v) for path in FILES for v in compiler.variants(path)]
+SHAPES = [Shape(2, 7, 45, 4, 2, 16, 24), Shape(1, 33, 20, 3, 1, 16, 16), Shape(2, 1, 64, 2, 2, 8, 16),
+          Shape(1, 3, 0, 2, 1, 8, 8)]  # fmt: skip
+SCALARS: dict[str, object] = {"window": 9, "chunk": 10, "width": 8, "radius": 1, "block": 6, "globals": 2, "step": 3}
+
+
+def name_of(x: Any) -> str:
+    return x.name if isinstance(x, Variant) else x.stem if isinstance(x, Path) else str(x)
+
+
+def buildable(variant: Variant) -> bool:
+    default = all(getattr(variant, slot) == SLOT_DEFAULTS[slot] for slot in ("f_q", "f_k", "f_v"))
+    return default and variant.domain is None and not variant.emits
+
+
+def test_there_is_much_to_learn_from() -> None:
+    assert len(FILES) >= 20
+    slots = {slot for _, v in ALL for slot, _ in v.spans}
+    assert {"scale", "f_q", "f_k", "f_v", "f_logits", "mask", "scan", "epilogue"} <= slots
+    assert any(v.domain for _, v in ALL) and any(v.emits for _, v in ALL)
+    assert sum(not buildable(v) for _, v in ALL) < len(ALL) // 3
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_are_commented_and_narrow(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert max(map(len, lines)) <= 120
+
+
+@pytest.mark.parametrize("path, variant", ALL, ids=name_of)
+def test_variant_has_a_docstring_and_prints(path: Path, variant: Variant) -> None:
+    assert variant.doc and len(variant.doc) > 20
+    assert parse_variant(print_variant(variant)) == variant
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("path, variant", ALL, ids=name_of)
+def test_runs_on_the_reference(path: Path, variant: Variant, shape: Shape) -> None:
+    mine = {p.name for p in variant.scalars if not p.const}
+    given = {n: x for n, x in SCALARS.items() if n in mine}
+    x = random_inputs(variant, shape, dtype=torch.float32, device="cpu", seed=3, given=given)
+    reference = compiler.reference(
+        path, variant=variant.name, head_dim=shape.head_dim_qk, head_dim_vo=shape.head_dim_vo
+    )
+    result = reference(x.q, x.k, x.v, return_lse=variant.scan.kind == "softmax", **x.params)
+    out = result[0] if isinstance(result, tuple) else result
+    assert out.shape == (*x.q.shape[:3], shape.head_dim_vo) and bool(out.isfinite().all())
+    if variant.scan.kind == "softmax":
+        assert result[1].shape == x.q.shape[:3] and not result[1].isnan().any()
+    if variant.emits:
+        assert set(result[-1]) == {e.name for e in variant.emits}
+
+
+@pytest.mark.parametrize("path, variant", ALL, ids=name_of)
+def test_reaches_a_module_or_is_refused_by_slot(path: Path, variant: Variant) -> None:
+    if buildable(variant):
+        text = compiler.show(path, "py", variant=variant.name, head_dim=128)
+        compile(text, "functors.py", "exec")
+        return
+    with pytest.raises(AttnError, match=rf"{path.name}:\d+:\d+: error: .*(slot f_|slot domain|emit )"):
+        compiler.show(path, "py", variant=variant.name, head_dim=128)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=name_of)
+def test_scripts_run(script: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "ATTNCC_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout and not run.stderr

@@ -60,6 +60,27 @@ OPS: dict[str, tuple[str, str]] = {
     "bit": ("ii", "b"),                                          # bit(word, n): false for n outside 0..31
     "sum": ("n", "n"),
 }  # fmt: skip
+LETTERS = {"i": ("i32",), "f": ("f32",), "b": ("bool",), "n": ("i32", "f32"), "x": ("i32", "f32", "bool")}
+
+
+def result_type(op: str, args: tuple[Type, ...]) -> Type:
+    """The type of `op` on arguments of types `args`, by OPS.  TypeError naming what does not fit."""
+    if op not in OPS:
+        raise TypeError(f"unknown op {op!r}")
+    wanted, result = OPS[op]
+    if len(args) != len(wanted):
+        raise TypeError(f"{op} takes {len(wanted)} arguments, found {len(args)}")
+    chosen: dict[str, str] = {}
+    for letter, a in zip(wanted, args, strict=True):
+        if a.elem not in LETTERS[letter] or chosen.setdefault(letter, a.elem) != a.elem:
+            raise TypeError(f"{op} of {', '.join(map(str, args))}")
+    spaces = {a.space for a in args} - {None}
+    if len(spaces) > 1:
+        raise TypeError("vectors of d and e mixed")
+    space = next(iter(spaces), None)
+    if op == "sum" and space is None:
+        raise TypeError("sum of a scalar")
+    return Type(chosen.get(result) or LETTERS[result][0], None if op == "sum" else space)
 
 
 class Node:
@@ -283,6 +304,11 @@ SLOT_DEFAULTS: dict[str, Expr] = {
 }  # fmt: skip
 
 
+def make(op: str, *args: Expr, span: Span = NOWHERE) -> Op:
+    """The Op with its type worked out.  TypeError where the arguments do not fit."""
+    return Op(op, args, result_type(op, tuple(a.type for a in args)), span)
+
+
 def children(e: Expr) -> tuple[Expr, ...]:
     """The expressions directly under `e`, in evaluation order."""
     if isinstance(e, Op):
@@ -367,8 +393,12 @@ class Interner:
     def __init__(self) -> None:
         self.table: dict[tuple, Expr] = {}
 
+    def node(self, x: Expr) -> Expr:
+        """The one object equal to `x`, whose children are such objects."""
+        return self.table.setdefault((head(x), *map(id, children(x))), x)
+
     def __call__(self, e: Expr) -> Expr:
-        return transform(e, lambda x: self.table.setdefault((head(x), *map(id, children(x))), x))
+        return transform(e, self.node)
 
 
 def leaves(e: Expr) -> frozenset[str]:

@@ -11,7 +11,6 @@ from attncc.ir.nodes import (
     F32,
     I32,
     LEAVES,
-    OPS,
     SIZES,
     TILE,
     Const,
@@ -27,6 +26,7 @@ from attncc.ir.nodes import (
     Type,
     Variant,
     objects,
+    result_type,
 )
 from attncc.ir.text import brief
 
@@ -52,8 +52,6 @@ SLOTS: dict[str, tuple[frozenset[str], Type]] = {
 # dtype of a tensor: element type of its loads
 DTYPES = {"f32": "f32", "bf16": "f32", "f16": "f32", "i32": "i32", "u32": "i32", "u8": "i32", "bool": "bool"}
 
-# letter of an OPS signature: the element types it may stand for, and whether one choice holds for every use of it
-LETTERS = {"i": ("i32",), "f": ("f32",), "b": ("bool",), "n": ("i32", "f32"), "x": ("i32", "f32", "bool")}
 LITERALS = {"i32": int, "f32": float, "bool": bool}
 EMIT_INDICES = ("b", "h", "g", "iq", "j")
 SCALINGS = {"linear": 1, "llama31": 4, "yarn": 5}  # name: number of arguments
@@ -145,26 +143,10 @@ def _const_fault(x: Const) -> str | None:
 
 
 def _op_fault(x: Op) -> str | None:
-    """The OPS table: number of arguments, their elements, one vector space, the type of the result."""
-    if x.op not in OPS:
-        return f"unknown op {x.op!r}"
-    wanted, result = OPS[x.op]
-    if len(x.args) != len(wanted):
-        return f"{x.op} takes {len(wanted)} arguments, found {len(x.args)}"
-    chosen: dict[str, str] = {}
-    for letter, a in zip(wanted, x.args, strict=True):
-        elem = chosen.setdefault(letter, a.type.elem)
-        if a.type.elem != elem or elem not in LETTERS[letter]:
-            return f"{x.op} of {', '.join(str(a.type) for a in x.args)}"
-    spaces = {a.type.space for a in x.args} - {None}
-    if len(spaces) > 1:
-        return "vectors of d and e mixed"
-    space = next(iter(spaces), None)
-    if x.op == "sum":
-        if space is None:
-            return "sum of a scalar"
-        space = None
-    type_ = Type(chosen.get(result) or LETTERS[result][0], space)
+    try:
+        type_ = result_type(x.op, tuple(a.type for a in x.args))
+    except TypeError as e:
+        return str(e)
     return None if x.type == type_ else f"the node says {x.type}, its arguments {type_}"
 
 

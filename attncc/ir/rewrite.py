@@ -1,0 +1,162 @@
+"""Variant to Variant: constants put in, the rules of rules.py run to a fixpoint, levels of expressions."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attncc.ir.fold import fold
+from attncc.ir.nodes import (
+    I32,
+    NOWHERE,
+    SIZES,
+    TILE,
+    Const,
+    Expr,
+    Interner,
+    Leaf,
+    Op,
+    Param,
+    ScalarParam,
+    Variant,
+    leaves,
+    transform,
+)
+from attncc.ir.rules import build, match, rules_of
+from attncc.ir.verify import verify
+
+MAX_PASSES = 1000  # far above what any expression needs: a rule pair that undoes itself must not hang the compiler
+
+
+def specialize(v: Variant, *, const: Mapping[str, object], head_dim_qk: int, head_dim_vo: int) -> Variant:
+    """`v` for given head dims and values of its `const` parameters: they become literals.  The value used becomes the
+    parameter's default, so that the result still says what it was specialised for.
+
+    ValueError for a name that is no const parameter of `v`, or one without a value; TypeError for a value of the
+    wrong type."""
+    known = {p.name: p for p in v.scalars if p.const}
+    for name in const:
+        if name not in known:
+            kind = "a run-time parameter" if any(p.name == name for p in v.scalars) else "no parameter"
+            raise ValueError(
+                f"const: {name!r} is {kind} of {v.name}; its const parameters: {', '.join(known) or 'none'}"
+            )
+    scalars = tuple(replace(p, default=_const_value(p, const)) if p.const else p for p in v.scalars)
+    values = {p.name: p.default for p in scalars if p.const}
+    sizes = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
+
+    def put(e: Expr) -> Expr:
+        if isinstance(e, Param) and e.name in values:
+            return Const(values[e.name], e.type, e.span)
+        return Const(sizes[e.name], I32, e.span) if isinstance(e, Leaf) and e.name in sizes else e
+
+    intern = Interner()
+    return replace(v, scalars=scalars).map(lambda e: intern(transform(e, put)))
+
+
+def _const_value(p: ScalarParam, const: Mapping[str, object]) -> int | float | bool:
+    value = const.get(p.name, p.default)
+    if value is None:
+        raise ValueError(f"const: {p.name!r} has no default: a value of type {p.type} is needed")
+    wanted = {"bool": bool, "i32": numbers.Integral, "f32": numbers.Real}[p.type.elem]
+    if not isinstance(value, wanted) or (isinstance(value, bool) and p.type.elem != "bool"):
+        raise TypeError(f"const: {p.name!r} is {p.type}, found {value!r}")
+    if p.type.elem == "i32" and not -(2**31) <= value < 2**31:
+        raise ValueError(f"const: {p.name!r} is i32, found {value!r}")
+    return {"bool": bool, "i32": int, "f32": float}[p.type.elem](value)
+
+
+def simplify(v: Variant) -> Variant:
+    """`v` with the rules applied until none does; equal nodes are one object, across slots too.  Raises VerifyError
+    where the result is not well formed."""
+    rewriter = Rewriter()
+    for _ in range(MAX_PASSES):
+        last, v = v, v.map(rewriter)
+        verify(v)
+        if v == last:
+            return v
+    raise RuntimeError(f"{v.name}: the rewrite rules reach no fixpoint")
+
+
+def simplify_expr(e: Expr) -> Expr:
+    """`e` with the rules applied until none does; equal nodes are one object."""
+    rewriter = Rewriter()
+    for _ in range(MAX_PASSES):
+        last, e = e, rewriter(e)
+        if e == last:
+            return e
+    raise RuntimeError(f"the rewrite rules reach no fixpoint at {e!r}")
+
+
+class Rewriter:
+    """One pass over an expression: every node, after its children, is folded and rewritten while a rule fires, and so
+    is every node that a rule makes."""
+
+    def __init__(self) -> None:
+        self.intern = Interner()
+        self.done: set[int] = set()  # nodes on which no rule fires; the interner keeps them alive
+
+    def __call__(self, e: Expr) -> Expr:
+        return transform(e, self.node)
+
+    def node(self, e: Expr) -> Expr:
+        """What `e`, whose children no rule changes any more, becomes."""
+        e = self.intern.node(e)
+        for _ in range(MAX_PASSES):
+            new = e if id(e) in self.done else self.step(e)
+            if new is e:
+                self.done.add(id(e))
+                return e
+            e = new
+        raise RuntimeError(f"the rewrite rules reach no fixpoint at {e!r}")
+
+    def step(self, e: Expr) -> Expr:
+        """`e` after the first rule that fires on it, or `e` itself."""
+        if not isinstance(e, Op):
+            return e
+        folded = fold(e)
+        if folded is not e:
+            return self.intern.node(folded)
+
+        def finish(made: Op) -> Expr:
+            return self.node(made if made.span != NOWHERE else replace(made, span=e.span))
+
+        for rule, pattern, replacement in rules_of(e.op):
+            bound: dict[str, Expr] = {}
+            if not match(pattern, e, bound) or bound["x"].type.elem not in rule.on:
+                continue
+            if rule.when is not None and not rule.when(bound):
+                continue
+            if callable(replacement):
+                new = replacement(bound, finish)
+            else:
+                new = build(replacement, bound, e.type.elem, finish)
+            if new.type == e.type:
+                return self.intern.node(new)
+        return e
+
+
+# What a leaf depends on.  A tile's corners are the same for every row and key of it.
+LEVEL_OF = {
+    **dict.fromkeys(SIZES, "call"),
+    **dict.fromkeys(("b", "h", "g", *TILE), "head"),
+    **dict.fromkeys(("i", "iq", "q", "o"), "row"),
+    **dict.fromkeys(("j", "k", "v"), "col"),
+    **dict.fromkeys(("s", "dot", "l", "lse"), "cell"),
+    **dict.fromkeys(("d", "e"), "call"),
+}
+
+
+def join(*levels: str) -> str:
+    """The level of what depends on all of `levels`."""
+    found = set(levels)
+    if "cell" in found or {"row", "col"} <= found:
+        return "cell"
+    return next((level for level in ("row", "col", "head") if level in found), "call")
+
+
+def level(e: Expr) -> str:
+    """How often `e` has to be evaluated: "call" (scalars, sizes, literals), "head" (also b, h, g), "row" (also i, iq),
+    "col" (j, with anything of call or head), "cell" (a row and j together, or s, dot, l, lse)."""
+    return join(*(LEVEL_OF[name] for name in leaves(e)))

@@ -105,8 +105,8 @@ def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work
     forward.host.set_name_prefix(f"host_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
     return cute.compile(
         forward.host, rows(config.tile_qk), rows(config.tile_qk), columns(config.tile_vo), rows(config.tile_vo),
-        pointer(Float32), pointer(Int32), tuple(Int32(1) for _ in range(5)), tuple(Int32(1) for _ in range(4)),
-        tuple(SAMPLE[kind]() for _, kind in emitted.params), Int32(1), make_fake_stream(), config, fn,
+        pointer(Float32), pointer(Int32), (*(Int32(1) for _ in range(9)), *(SAMPLE[kind]() for _, kind in emitted.params)),
+        Int32(1), make_fake_stream(), config, fn,
         options=f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {work_dir}",
     )  # fmt: skip
 

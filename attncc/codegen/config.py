@@ -61,7 +61,8 @@ class KernelConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        return {1: (56, 248), 2: (24, 240), 3: (32, 160)}[self.warpgroups]
+        # choosing blocks one by one takes the producers more than 24
+        return (24, 240) if self.contiguous else (56, 224)
 
     def to_json(self) -> dict:
         return {**asdict(self), "tile_q": self.tile_q, "tile_qk": self.tile_qk, "tile_vo": self.tile_vo}

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
-from .functors import epilogue_of, partial_of, shift_of, sink_of
+from .functors import feature_of, shift_of, sink_of
 from .layout import FAR, coords, element, mma_values, quad, row_elems
 
 LN2 = math.log(2.0)
@@ -19,30 +19,25 @@ def plus(a, b):
 
 
 @cute.jit
-def normalise(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, top, total, unit: Float32, env, hd, rows, i0: Int32, lse_out
-):
-    """O becomes the attention output; lse_out the natural log-sum-exp of each row (-inf: it saw no key)."""
+def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, state, tile, lse):
+    """O becomes the attention output; lse the natural log-sum-exp of each row (-inf: it saw no key)."""
     for i in cutlass.range_constexpr(2):
-        s = quad(plus, total[i])
-        base = top[i] * (unit if p.unit_positive else Float32(1.0)) + shift_of(fn, env, hd, rows[i], i0)
+        s = quad(plus, state.total[i])
+        base = state.top[i] * (tile.unit if p.unit_positive else Float32(1.0)) + shift_of(fn, tile, i)
+        new, factor, whole = base, Float32(1.0), s
         if const_expr(p.sink):
-            k = sink_of(fn, env, hd, rows[i])
+            k = sink_of(fn, tile, i)
             new = cute.arch.fmax(base, k)
             factor = cute.arch.exp2(base - new)
-            s = s * factor
-            whole = s + cute.arch.exp2(k - new)
-        else:
-            new, factor, whole = base, Float32(1.0), s
+            whole = s * factor + cute.arch.exp2(k - new)
         inv = cutlass.select_(s == 0.0, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
         for e in row_elems(i, p.tile_vo):
             O[e] = O[e] * inv
-        lse = LN2 * (new + cute.math.log2(whole, fastmath=True))
-        lse_out[i] = cutlass.select_(whole == 0.0, -Float32.inf, lse)
+        lse[i] = cutlass.select_(whole == 0.0, -Float32.inf, LN2 * (new + cute.math.log2(whole, fastmath=True)))
 
 
 @cute.jit
-def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, env, hd, rows, lse, c_in: Int32):
+def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, tile, lse, c_in: Int32):
     """The variant's epilogue, feature by feature.  Sums over features run first, one after another."""
     for i in cutlass.range_constexpr(2):
         sums = ()
@@ -50,11 +45,11 @@ def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, env, hd, rows, l
             acc = Float32(0.0)
             for e in row_elems(i, p.tile_vo):
                 col = c_in + (8 * e[2] + e[1])
-                term = partial_of(fn, k, env, hd, rows[i], lse[i], O[e], col, sums)
+                term = feature_of(fn, f"partial_{k}", tile, i, lse[i], O[e], col, sums)
                 acc = acc + cutlass.select_(col < p.head_dim_vo, term, Float32(0.0))
             sums = (*sums, quad(plus, acc))
         for e in row_elems(i, p.tile_vo):
-            O[e] = epilogue_of(p, fn, env, hd, rows[i], lse[i], O[e], c_in + (8 * e[2] + e[1]), sums)
+            O[e] = feature_of(fn, "epilogue", tile, i, lse[i], O[e], c_in + (8 * e[2] + e[1]), sums)
 
 
 @cute.jit

@@ -12,6 +12,8 @@ Parts, each replaceable: schedule.py (which tiles, which blocks), kv_source.py (
 
 import math
 
+from typing import Any, NamedTuple
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -20,12 +22,12 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .epilogue import finish_rows, normalise, store_lse, store_tile
-from .functors import Env, Grid, head_values, row_values, unit_of
+from .functors import Env, Grid, open_tile
 from .kv_source import stream
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .ring import Ring, advance, is_lead, open_ring, release, warp_uniform
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
-from .softmax import FLOOR, rescale, settle, soften, weigh
+from .softmax import new_state, rescale, reset, settle, soften, weigh
 
 BAR_TURN = 1  # named barriers 1.. : turns of the consumer warpgroups
 
@@ -64,39 +66,31 @@ def issue_values(p, O, rP, rV):
 
 
 @cute.jit
-def weights(
-    p: cutlass.Constexpr,
-    fn: cutlass.Constexpr,
-    S,
-    P,
-    top,
-    total,
-    grow,
-    unit: Float32,
-    env,
-    hd,
-    rows,
-    i0: Int32,
-    col0: Int32,
-    masked,
-    first: cutlass.Constexpr,
-):
-    """P from S.  True if O must be rescaled by `grow`."""
+def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, first: cutlass.Constexpr):
+    """P from S.  True if O must be rescaled by state.grow."""
     stale = Boolean(False)
     if const_expr(p.scan == "none"):
-        weigh(p, fn, S, P, env, hd, rows, i0, col0, masked)
+        weigh(p, fn, S, P, tile, block.col0, block.masked)
     else:
-        stale = soften(p, fn, S, P, top, total, grow, unit, env, hd, rows, i0, col0, masked, first)
+        stale = soften(p, fn, S, P, state, tile, block.col0, block.masked, first)
     return stale
 
 
-def block_of(p, tags, slot, begin, end, clear_begin, clear_end, step):
-    """(block, does it need the mask) of a step."""
+class Block(NamedTuple):
+    """A block of keys: this thread's first column in it, and whether the mask runs."""
+
+    col0: Any
+    masked: Any
+
+
+def block_of(p, tags, slot, item, step, c_in) -> Block:
+    """The block of keys that a step of an item visits; its scores lie in `slot`."""
     if p.contiguous:
-        n = end - 1 - step
-        return n, (n < clear_begin) | (n >= clear_end) if p.masks_below else n >= clear_end
+        n = item.end - 1 - step
+        masked = n >= item.clear_end
+        return Block(n * p.tile_kv + c_in, (n < item.clear_begin) | masked if p.masks_below else masked)
     tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
-    return tag >> 1, (tag & 1) != 0
+    return Block((tag >> 1) * p.tile_kv + c_in, (tag & 1) != 0)
 
 
 @cute.jit
@@ -114,7 +108,7 @@ def consume(
     tags,
     t: Int32,
     w: Int32,
-    env,
+    outer,
 ):
     q_ring, k_ring, v_ring, item_ring = rings
     lead = is_lead()
@@ -134,14 +128,13 @@ def consume(
     rP = cute.make_tensor(
         cute.recast_ptr(P.iterator, dtype=element(p)), cute.make_layout(((2, 2, 2), 1, p.tile_kv // 16))
     )
-    top = cute.make_rmem_tensor((2,), Float32)
-    total = cute.make_rmem_tensor((2,), Float32)
-    grow = cute.make_rmem_tensor((2,), Float32)
+    state = new_state()
     row_lse = cute.make_rmem_tensor((2,), Float32)
-    zero = env.num_qo_heads >> 31  # 0, but only we know
+    zero = outer.num_qo_heads >> 31  # 0, but only we know
 
     ks, kph, vs, vph, qs, qph, it, iph = (Int32(0) for _ in range(8))
-    m, h, b, live, begin, end, clear_begin, clear_end = take(item_ring, items, it, iph, lead)
+    item = take(item_ring, items, it, iph, lead)
+    live = item.live
     if const_expr(p.turns):
         if w == p.warpgroups - 1:
             pass_turn(p, w)
@@ -152,45 +145,23 @@ def consume(
     issue_scores(p, acc_s, rQ[None, None, None, w], rK[None, None, None, 0])
     pass_turn(p, w)
     while live:
-        it, iph = advance(item_ring.stages, it, iph)
-        nm, nh, nb, more, nbegin, nend, nclear_begin, nclear_end = take(item_ring, items, it, iph, lead)
-        here = Env(b, h, h // env.group_size, *env[3:])
-        i0, _ = positions(p, here, m)
-        row0 = (m * p.warpgroups + w) * 64 + r_in
-        hd = head_values(fn, here)
-        unit = unit_of(fn, hd)
-        rows = (row_values(p, fn, here, hd, row0), row_values(p, fn, here, hd, row0 + 8))
-        top.fill(FLOOR)
-        total.fill(0.0)
-        grow.fill(1.0)
+        env = Env(item.b, item.h, item.h // outer.group_size, *outer[3:])
+        i0, _ = positions(p, env, item.m)
+        row0 = (item.m * p.warpgroups + w) * 64 + r_in
+        tile = open_tile(p, fn, env, i0, row0)
+        reset(state)
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
-        n, masked = block_of(p, tags, ks, begin, end, clear_begin, clear_end, 0)
+        block = block_of(p, tags, ks, item, 0, c_in)
         warpgroup.wait_group(0)
         release(k_ring, ks, lead)
         ks, kph = advance(p.k_stages, ks, kph)
         # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
-        weights(
-            p,
-            fn,
-            S,
-            P,
-            top,
-            total,
-            grow,
-            unit,
-            here,
-            hd,
-            rows,
-            i0,
-            n * p.tile_kv + c_in,
-            Boolean(True) if p.mask else masked,
-            True,
-        )
+        weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, True)
         # ---- the others: scores of this block beside the product of the last one
-        for step in cutlass.range(1, end - begin, unroll=1):
+        for step in cutlass.range(1, item.end - item.begin, unroll=1):
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
-            n, masked = block_of(p, tags, ks, begin, end, clear_begin, clear_end, step)
+            block = block_of(p, tags, ks, item, step, c_in)
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             my_turn(p, w)
             issue_scores(p, acc_s, rQ[None, None, None, qs * p.warpgroups + w], rK[None, None, None, ks])
@@ -200,34 +171,20 @@ def consume(
             release(k_ring, ks, lead)
             ks, kph = advance(p.k_stages, ks, kph)
             # without a mask only the tail of the keys is cut, and that is the first block
-            stale = weights(
-                p,
-                fn,
-                S,
-                Pn,
-                top,
-                total,
-                grow,
-                unit,
-                here,
-                hd,
-                rows,
-                i0,
-                n * p.tile_kv + c_in,
-                masked if p.mask else Boolean(False),
-                False,
-            )
+            stale = weights(p, fn, S, Pn, state, tile, block if p.mask else Block(block.col0, Boolean(False)), False)
             warpgroup.wait_group(0)
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)
             if stale:
-                rescale(O, p.tile_vo, grow)
+                rescale(O, p.tile_vo, state.grow)
             settle(P, Pn, zero)
         # ---- the last product, and the first scores of the next tile
+        it, iph = advance(item_ring.stages, it, iph)
+        following = take(item_ring, items, it, iph, lead)
         release(q_ring, qs * p.warpgroups + w, lead)
         qs, qph = advance(p.q_stages, qs, qph)
         cute.arch.mbarrier_wait(v_ring.full + vs, vph)
-        if more:
+        if following.live:
             cute.arch.mbarrier_wait(q_ring.full + (qs * p.warpgroups + w), qph)
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
         my_turn(p, w)
@@ -240,13 +197,13 @@ def consume(
         vs, vph = advance(p.v_stages, vs, vph)
         row_lse.fill(0.0)
         if const_expr(p.scan == "softmax"):
-            normalise(p, fn, O, top, total, unit, here, hd, rows, i0, row_lse)
-            store_lse(lse, row_lse, here, row0, c_in)
+            normalise(p, fn, O, state, tile, row_lse)
+            store_lse(lse, row_lse, env, row0, c_in)
         if const_expr(p.epilogue):
-            finish_rows(p, fn, O, here, hd, rows, row_lse, c_in)
-        store_tile(p, atom_o, sO, acc_o, t, w, m, here)
-        m, h, b, live = nm, nh, nb, more
-        begin, end, clear_begin, clear_end = nbegin, nend, nclear_begin, nclear_end
+            finish_rows(p, fn, O, tile, row_lse, c_in)
+        store_tile(p, atom_o, sO, acc_o, t, w, item.m, env)
+        item = following
+        live = following.live
     warpgroup.wait_group(0)
     if const_expr(p.turns):
         if w == 0:
@@ -262,17 +219,15 @@ def kernel(
     atom_o: cute.CopyAtom,
     lse: cute.Pointer,
     tickets: cute.Pointer,
-    sizes,
-    grid_words,
-    params,
+    values,
     p: cutlass.Constexpr,
     fn: cutlass.Constexpr,
 ):
     t, _, _ = cute.arch.thread_idx()
     wg = warp_uniform(t // 128)
     warp = warp_uniform(cute.arch.warp_idx())
-    env = Env(Int32(0), Int32(0), Int32(0), *sizes, params)
-    grid = Grid(*grid_words)
+    env = Env(Int32(0), Int32(0), Int32(0), *values[:5], values[9:])
+    grid = Grid(*values[5:9])
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
@@ -320,9 +275,7 @@ def host(
     o: cute.Tensor,
     lse: cute.Pointer,
     tickets: cute.Pointer,
-    sizes,
-    grid_words,
-    params,
+    values,
     blocks: Int32,
     stream: cuda.CUstream,
     p: cutlass.Constexpr,
@@ -339,6 +292,6 @@ def host(
         load, v, cute.slice_(cols_layout(p, p.tile_vo, p.tile_kv, 1), one), (p.tile_vo, p.tile_kv)
     )
     ao, _ = cpasync.make_tiled_tma_atom(save, o, cute.slice_(rows_layout(p, 64, p.stage_vo, 1), one), (64, p.stage_vo))
-    kernel(aq, ak, av, ao, lse, tickets, sizes, grid_words, params, p, fn).launch(
+    kernel(aq, ak, av, ao, lse, tickets, values, p, fn).launch(
         grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
     )

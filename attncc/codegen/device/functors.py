@@ -56,14 +56,6 @@ def classify_tile(fn, env, i0, i1, j0, j1):
     return fn.classify(env, i0, i1, j0, j1)
 
 
-def head_values(fn, env):
-    return fn.head(env)
-
-
-def unit_of(fn, hd):
-    return fn.unit(hd)
-
-
 class Row(NamedTuple):
     """One query row of a thread: its own values, position, and, for contiguous masks, the keys [lo, hi) it sees."""
 
@@ -72,6 +64,21 @@ class Row(NamedTuple):
     iq: Any
     lo: Any
     hi: Any
+
+
+class Tile(NamedTuple):
+    """What a thread keeps while it works on one query tile of one head."""
+
+    env: Env
+    hd: tuple
+    unit: Any
+    rows: tuple[Row, Row]
+    i0: Any
+
+
+def open_tile(p, fn, env, i0, row0) -> Tile:
+    hd = fn.head(env)
+    return Tile(env, hd, fn.unit(hd), (row_values(p, fn, env, hd, row0), row_values(p, fn, env, hd, row0 + 8)), i0)
 
 
 def row_values(p, fn, env, hd, row):
@@ -85,37 +92,38 @@ def row_values(p, fn, env, hd, row):
     return Row(fn.row(env, hd, i, iq), i, iq, lo, hi)
 
 
-def visible(p, fn, env, hd, row: Row, cl, j):
-    """Does key j exist for this row?"""
+def visible(p, fn, tile: Tile, i: int, cl, j):
+    """Does key j exist for row i of the thread?"""
+    row = tile.rows[i]
     if p.contiguous:
         return (j < row.hi) & (j >= row.lo) if p.masks_below else j < row.hi
-    return (j < env.kv_len) & fn.mask(env, hd, row.rw, cl, row.i, j)
+    return (j < tile.env.kv_len) & fn.mask(tile.env, tile.hd, row.rw, cl, row.i, j)
 
 
-def columns(p, fn, env, hd, i0, col0):
-    """cl(n, c) of every column of this thread in a block."""
-    bk = fn.block(env, hd, i0, col0)
-    return {(n, c): fn.col(env, hd, bk, col0 + (8 * n + c), 8 * n + c) for n in range(p.tile_kv // 8) for c in range(2)}
+def columns(p, fn, tile: Tile, col0):
+    """The values of every column (n, c) of this thread in a block."""
+    bk = fn.block(tile.env, tile.hd, tile.i0, col0)
+    where = [(n, c) for n in range(p.tile_kv // 8) for c in range(2)]
+    return {(n, c): fn.col(tile.env, tile.hd, bk, col0 + (8 * n + c), 8 * n + c) for n, c in where}
 
 
-def score_of(fn, env, hd, row: Row, cl, dot, j, seen):
-    return fn.score(env, hd, row.rw, cl, dot, row.i, j, seen)
+def score_of(fn, tile: Tile, i: int, cl, dot, j, seen):
+    row = tile.rows[i]
+    return fn.score(tile.env, tile.hd, row.rw, cl, dot, row.i, j, seen)
 
 
-def shift_of(fn, env, hd, row: Row, i0):
-    return fn.shift(env, hd, row.rw, row.i, i0)
+def shift_of(fn, tile: Tile, i: int):
+    return fn.shift(tile.env, tile.hd, tile.rows[i].rw, tile.rows[i].i, tile.i0)
 
 
-def sink_of(fn, env, hd, row: Row):
-    return fn.sink(env, hd, row.rw, row.i)
+def sink_of(fn, tile: Tile, i: int):
+    return fn.sink(tile.env, tile.hd, tile.rows[i].rw, tile.rows[i].i)
 
 
-def epilogue_of(p, fn, env, hd, row: Row, lse, o, e, sums):
-    return fn.epilogue(env, hd, row.rw, row.i, row.iq, lse, o, e, sums)
-
-
-def partial_of(fn, k, env, hd, row: Row, lse, o, e, sums):
-    return getattr(fn, f"partial_{k}")(env, hd, row.rw, row.i, row.iq, lse, o, e, sums)
+def feature_of(fn, name: str, tile: Tile, i: int, lse, o, e, sums):
+    """One feature of the epilogue, or of the sum over features that `name` says."""
+    row = tile.rows[i]
+    return getattr(fn, name)(tile.env, tile.hd, row.rw, row.i, row.iq, lse, o, e, sums)
 
 
 def highest_bit(x):

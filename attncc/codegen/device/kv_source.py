@@ -34,9 +34,11 @@ def stream(
         cpasync.prefetch_descriptor(atom_q)
     lead = is_lead()
     slot, phase, q_slot, q_phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(1), Int32(0), Int32(0)
-    m, h, b, live, begin, end, _, _ = take(item_ring, items, it, it_phase, lead)
+    item = take(item_ring, items, it, it_phase, lead)
+    live = item.live
     while live:
         it, it_phase = advance(item_ring.stages, it, it_phase)
+        m, h, b, begin, end = item.m, item.h, item.b, item.begin, item.end
         g = h // env.group_size
         if const_expr(what == "k"):
             gQ = cute.local_tile(coords(p.tile_qk)[None, None, h, b], (64, p.tile_qk), (None, 0))
@@ -71,4 +73,5 @@ def stream(
                 else:
                     fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
                 slot, phase = advance(ring.stages, slot, phase)
-        m, h, b, live, begin, end, _, _ = take(item_ring, items, it, it_phase, lead)
+        item = take(item_ring, items, it, it_phase, lead)
+        live = item.live

@@ -6,6 +6,8 @@ need no mask [clear_begin, clear_end).  Where the mask leaves holes, the blocks 
 the item carries only their number, as [0, count).
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
@@ -110,7 +112,15 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
     live = Boolean(True)
     while live:
         live = tile < num_tiles
-        m, h, b = locate(tile, grid.num_tiles_q, grid.num_heads_batch, grid.section, grid.late_tiles, env.num_qo_heads)
+        # past the last tile nothing is used, but bounds may read memory: stay inside
+        m, h, b = locate(
+            cutlass.min(tile, num_tiles - 1),
+            grid.num_tiles_q,
+            grid.num_heads_batch,
+            grid.section,
+            grid.late_tiles,
+            env.num_qo_heads,
+        )
         here = Env(b, h, h // env.group_size, *env[3:])
         begin, end, clear_begin, clear_end = Int32(0), Int32(1), Int32(0), Int32(0)
         if const_expr(p.contiguous):
@@ -139,10 +149,21 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
                 cute.arch.atomic_exch(tickets + 1, Int32(0), sem="relaxed", scope="gpu")
 
 
-def take(ring, items, slot, phase, lead):
-    """Read the next item and give its slot back: m, h, b, live, begin, end, clear_begin, clear_end."""
+class Item(NamedTuple):
+    m: Any
+    h: Any
+    b: Any
+    live: Any
+    begin: Any
+    end: Any
+    clear_begin: Any
+    clear_end: Any
+
+
+def take(ring, items, slot, phase, lead) -> Item:
+    """Read the next item and give its slot back."""
     cute.arch.mbarrier_wait(ring.full + slot, phase)
     at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
-    it = [warp_uniform(at[i]) for i in range(ITEM_WORDS)]
+    words = [warp_uniform(at[i]) for i in range(ITEM_WORDS)]
     release(ring, slot, lead)
-    return it[0], it[1], it[2], it[3] != 0, it[4], it[5], it[6], it[7]
+    return Item(*words[:3], words[3] != 0, *words[4:])

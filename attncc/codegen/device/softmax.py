@@ -11,6 +11,8 @@ positive, base-2 units else.  The slow pass subtracts before it multiplies: the 
 however large it is.
 """
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
@@ -48,23 +50,46 @@ def chains(op, vals, k: int):
     return acc[0]
 
 
-def hide(p, fn, S, env, hd, rows, i0, col0):
+def opaque(x):
+    """x, as a value of its own: what is computed from it is computed again, not kept in registers from before."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+class State(NamedTuple):
+    """Of a thread's two rows: base, running sum of its own columns, and the factor by which O is to be rescaled."""
+
+    top: Any
+    total: Any
+    grow: Any
+
+
+def new_state() -> State:
+    return State(*(cute.make_rmem_tensor((2,), Float32) for _ in range(3)))
+
+
+def reset(state: State) -> None:
+    state.top.fill(FLOOR)
+    state.total.fill(0.0)
+    state.grow.fill(1.0)
+
+
+def hide(p, fn, S, tile, col0):
     """Scores of keys that do not exist become -inf."""
-    cls = columns(p, fn, env, hd, i0, col0)
+    cls = columns(p, fn, tile, col0)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
-            j = col0 + (8 * e[2] + e[1])
-            S[e] = cutlass.select_(visible(p, fn, env, hd, rows[i], cls[e[2], e[1]], j), S[e], Float32(NEG_INF))
+            seen = visible(p, fn, tile, i, cls[e[2], e[1]], col0 + (8 * e[2] + e[1]))
+            S[e] = cutlass.select_(seen, S[e], Float32(NEG_INF))
 
 
-def touch(p, fn, S, env, hd, rows, i0, col0, unit, masked: bool):
+def touch(p, fn, S, tile, col0, unit, masked: bool):
     """The functor, in place, and after it the mask."""
-    cls = columns(p, fn, env, hd, i0, col0)
+    cls = columns(p, fn, tile, col0)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
             cl, j = cls[e[2], e[1]], col0 + (8 * e[2] + e[1])
-            seen = visible(p, fn, env, hd, rows[i], cl, j) if masked else True
-            y = score_of(fn, env, hd, rows[i], cl, S[e], j, seen) * unit
+            seen = visible(p, fn, tile, i, cl, j) if masked else True
+            y = score_of(fn, tile, i, cl, S[e], j, seen) * unit
             S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
 
 
@@ -79,64 +104,44 @@ def exponentials(p, S, P, part, exponent):
 
 
 @cute.jit
-def optimistic(
-    p: cutlass.Constexpr,
-    fn: cutlass.Constexpr,
-    S,
-    P,
-    top,
-    total,
-    unit: Float32,
-    env,
-    hd,
-    rows,
-    i0: Int32,
-    col0: Int32,
-    spoilt,
-):
+def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, spoilt):
     """The block with the base it finds; True if that was not good enough."""
     part = cute.make_rmem_tensor((4,), Float32)
-    scale = unit if p.unit_positive else Float32(1.0)
-    base = [top[i] * scale for i in range(2)]
+    unit = tile.unit
+    base = [state.top[i] * (unit if p.unit_positive else Float32(1.0)) for i in range(2)]
     if const_expr(p.score == "dot"):
         exponentials(p, S, P, part, lambda s, i, c, n: s * unit - base[i])
     else:
-        cls = columns(p, fn, env, hd, i0, col0)
+        cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True
-        exponentials(
-            p,
-            S,
-            P,
-            part,
-            lambda s, i, c, n: (
-                score_of(fn, env, hd, rows[i], cls[n, c], s, col0 + (8 * n + c), may_read) * unit - base[i]
-            ),
-        )
+        score = lambda s, i, c, n: score_of(fn, tile, i, cls[n, c], s, col0 + (8 * n + c), may_read)  # noqa: E731
+        exponentials(p, S, P, part, lambda s, i, c, n: score(s, i, c, n) * unit - base[i])
     s0, s1 = part[0] + part[1], part[2] + part[3]
     stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
     if not stale:
-        total[0] = total[0] + s0
-        total[1] = total[1] + s1
+        state.total[0] = state.total[0] + s0
+        state.total[1] = state.total[1] + s1
     return stale
 
 
 @cute.jit
+def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, masked):
+    """S becomes what the maximum is taken of: scores where the unit is positive, base-2 logits else."""
+    if const_expr(p.score != "dot" or not p.unit_positive):
+        here = opaque(col0)
+        unit = Float32(1.0) if p.unit_positive else tile.unit
+        if const_expr(p.score == "any"):
+            if masked:
+                touch(p, fn, S, tile, here, unit, True)
+            else:
+                touch(p, fn, S, tile, here, unit, False)
+        else:
+            touch(p, fn, S, tile, here, unit, False)
+
+
+@cute.jit
 def soften(
-    p: cutlass.Constexpr,
-    fn: cutlass.Constexpr,
-    S,
-    P,
-    top,
-    total,
-    grow,
-    unit: Float32,
-    env,
-    hd,
-    rows,
-    i0: Int32,
-    col0: Int32,
-    masked,
-    first: cutlass.Constexpr,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, masked, first: cutlass.Constexpr
 ):
     """P and the running sums from one block of scores.  True if a row's base moved: then O must be multiplied by
     `grow`, once the product that still adds to O is done."""
@@ -144,53 +149,44 @@ def soften(
     stale = Boolean(True)
     if const_expr(p.score != "any"):
         if masked:
-            hide(p, fn, S, env, hd, rows, i0, col0)
+            hide(p, fn, S, tile, col0)
     if const_expr(not first):
         # where the mask comes after the functor a cut block is never good enough here (a branch around this pass
         # instead would cost the loop its uniform registers)
         spoilt = Boolean(masked) if const_expr(p.score == "any") else Boolean(False)
-        stale = optimistic(p, fn, S, P, top, total, unit, env, hd, rows, i0, col0, spoilt)
+        stale = optimistic(p, fn, S, P, state, tile, col0, spoilt)
     if stale:
-        rescored = const_expr(p.score != "dot" or not p.unit_positive)
-        if const_expr(rescored):
-            factor = Float32(1.0) if p.unit_positive else unit
-            if const_expr(p.score == "any"):
-                if masked:
-                    touch(p, fn, S, env, hd, rows, i0, col0, factor, True)
-                else:
-                    touch(p, fn, S, env, hd, rows, i0, col0, factor, False)
-            else:
-                touch(p, fn, S, env, hd, rows, i0, col0, factor, False)
-        scale = unit if p.unit_positive else Float32(1.0)
+        rescore(p, fn, S, tile, col0, masked)
+        scale = tile.unit if p.unit_positive else Float32(1.0)
         for i in cutlass.range_constexpr(2):
             peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
-            new = cute.arch.fmax(top[i], peak)
-            grow[i] = cute.arch.exp2((top[i] - new) * scale)
-            top[i] = new
-        exponentials(p, S, P, part, lambda s, i, c, n: (s - top[i]) * scale)
+            new = cute.arch.fmax(state.top[i], peak)
+            state.grow[i] = cute.arch.exp2((state.top[i] - new) * scale)
+            state.top[i] = new
+        exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale)
         for i in cutlass.range_constexpr(2):
-            total[i] = total[i] * grow[i] + (part[2 * i] + part[2 * i + 1])
+            state.total[i] = state.total[i] * state.grow[i] + (part[2 * i] + part[2 * i + 1])
     return stale
 
 
 @cute.jit
-def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, env, hd, rows, i0: Int32, col0: Int32, masked):
+def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, masked):
     """scan = none: the weights are the logits themselves."""
     if masked:
-        put_weights(p, fn, S, P, env, hd, rows, i0, col0, True)
+        put_weights(p, fn, S, P, tile, col0, True)
     else:
-        put_weights(p, fn, S, P, env, hd, rows, i0, col0, False)
+        put_weights(p, fn, S, P, tile, opaque(col0), False)
 
 
-def put_weights(p, fn, S, P, env, hd, rows, i0, col0, masked: bool):
-    cls = columns(p, fn, env, hd, i0, col0)
+def put_weights(p, fn, S, P, tile, col0, masked: bool):
+    cls = columns(p, fn, tile, col0)
     for n in range(p.tile_kv // 8):
         for i in range(2):
             w = []
             for c in range(2):
                 j = col0 + (8 * n + c)
-                seen = visible(p, fn, env, hd, rows[i], cls[n, c], j) if masked else True
-                y = score_of(fn, env, hd, rows[i], cls[n, c], S[i, c, n], j, seen)
+                seen = visible(p, fn, tile, i, cls[n, c], j) if masked else True
+                y = score_of(fn, tile, i, cls[n, c], S[i, c, n], j, seen)
                 w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)
             P[2 * n + i] = pack(p, w[0], w[1])
 

@@ -43,7 +43,7 @@ def require_gpu() -> None:
 
 def rotated_rounds(calls: Mapping[str, Call], rounds: int = 3, milliseconds: int = 100) -> dict[str, list[float]]:
     """Milliseconds of each call, one figure a round: triton's do_bench median (it flushes the L2 between calls)."""
-    from triton.testing import do_bench
+    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]  (comes with a CUDA torch)
 
     order = list(calls.items())
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -131,12 +131,13 @@ def bench_variant(
     options = {**options, "dtype": FLOATS[options["dtype"]]}
     kernel = compiler.compile(source, **options)
     inputs = random_inputs(variant, shape, dtype=options["dtype"], device="cuda", seed=seed, given=given)
-    params = {**{p.name: p.default for p in variant.scalars}, **kernel.manifest["const"], **inputs.params}
+    given_params: dict[str, Any] = inputs.params
+    params = {**{p.name: p.default for p in variant.scalars}, **kernel.manifest["const"], **given_params}
     causal = bool(kernel.manifest["kernels"]["forward"]["causal_like"]) and shape.qo_len == shape.kv_len
     out = torch.empty(*inputs.q.shape[:-1], shape.head_dim_vo, dtype=inputs.q.dtype, device="cuda")
     plain = f"cudnn {'causal' if causal else 'full'}"
     calls: dict[str, Call] = {
-        "attncc": lambda: kernel(inputs.q, inputs.k, inputs.v, out=out, **inputs.params),
+        "attncc": lambda: kernel(inputs.q, inputs.k, inputs.v, out=out, **given_params),
         plain: cudnn(inputs, causal=causal),
     }
     notes: list[str] = []

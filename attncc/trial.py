@@ -53,7 +53,7 @@ def trial(
 
     def call(f: Callable[..., Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         result = f(inputs.q, inputs.k, inputs.v, return_lse=return_lse, **inputs.params)
-        parts = result if isinstance(result, tuple) else (result,)
+        parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
         return parts[0], parts[1] if return_lse else None, parts[-1] if variant.emits else {}
 
     out, lse, emits = call(function)

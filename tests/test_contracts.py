@@ -52,9 +52,16 @@ def imports_of(path: Path) -> set[str]:
 
 
 def test_only_the_driver_touches_the_cuda_api() -> None:
+    """Kernels may name the type of a stream, which the DSL wants in a signature."""
     for path in (ROOT / "attncc").rglob("*.py"):
-        touches = any(name.split(".")[0] == "cuda" for name in imports_of(path))
-        assert touches == (path.name == "driver.py" and path.parent.name == "runtime"), path
+        if not any(name.split(".")[0] == "cuda" for name in imports_of(path)):
+            assert path.name != "driver.py"
+        elif path.parent.name == "device":
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            named = {x.attr for x in ast.walk(tree) if isinstance(x, ast.Attribute) and ast.unparse(x.value) == "cuda"}
+            assert named == {"CUstream"}, path
+        else:
+            assert path == ROOT / "attncc" / "runtime" / "driver.py"
 
 
 def test_only_build_and_the_kernels_import_cutlass() -> None:

@@ -186,7 +186,10 @@ def _no_tensor(name: str, value: Any) -> None:
 
 
 def _found(value: Any) -> str:
-    return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float, str)) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, str):
+        return f"{kind} {value!r}"
+    return f"{kind} {value}" if isinstance(value, numbers.Number) else kind
 
 
 # ---------------------------------------------------------------------- tensors

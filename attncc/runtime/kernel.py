@@ -76,7 +76,7 @@ class Kernel:
         head_dim = "/".join(map(str, (m["head_dim_qk"], m["head_dim_vo"]) if len(dims) > 1 else dims))
         return f"<attncc.Kernel {self.variant}({', '.join(takes)}) head_dim {head_dim}, {m['dtype']}, {m['arch']}>"
 
-    def __call__(self, q, k, v, *, return_lse=False, out=None, lse=None, **params):
+    def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, **params):
         if self._defaults:
             params = {**self._defaults, **params}
         if params.keys() != self._spec.names:

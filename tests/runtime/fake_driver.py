@@ -38,6 +38,7 @@ class FakeDriver:
         self.encoded: list = []
         self.stream = {0: 0, 1: 0}
         self.capturing: set[int] = set()
+        self.on_launch = lambda values: None  # may read and write memory as a kernel would
 
     def sm_count(self, device):
         return self.sms
@@ -75,6 +76,7 @@ class FakeDriver:
                 assert pointer % 64 == 0
                 values[p["name"]] = (struct.unpack_from("<Q", raw)[0], raw[8:])
         self.launches.append(Launch(function, grid, stream, values))
+        self.on_launch(values)
 
 
 def layout(names):

@@ -20,7 +20,8 @@ from attncc.ir.nodes import (
     Param,
     ScalarParam,
     Variant,
-    leaves,
+    children,
+    objects,
     transform,
 )
 from attncc.ir.rules import build, match, rules_of
@@ -148,15 +149,25 @@ LEVEL_OF = {
 }
 
 
-def join(*levels: str) -> str:
-    """The level of what depends on all of `levels`."""
-    found = set(levels)
-    if "cell" in found or {"row", "col"} <= found:
-        return "cell"
-    return next((level for level in ("row", "col", "head") if level in found), "call")
+RANKS = ("call", "head", "row", "col", "cell")
+
+
+class Levels:
+    """`level` of many expressions that share nodes: each is looked at once."""
+
+    def __init__(self) -> None:
+        self.of: dict[Expr, str] = {}
+
+    def __call__(self, e: Expr) -> str:
+        if e not in self.of:
+            for x in [e] if all(k in self.of for k in children(e)) else objects(e):
+                found = {self.of[k] for k in children(x)} | ({LEVEL_OF[x.name]} if isinstance(x, Leaf) else set())
+                joined = "cell" if {"row", "col"} <= found else max(found, key=RANKS.index, default="call")
+                self.of[x] = joined
+        return self.of[e]
 
 
 def level(e: Expr) -> str:
     """How often `e` has to be evaluated: "call" (scalars, sizes, literals), "head" (also b, h, g), "row" (also i, iq),
     "col" (j, with anything of call or head), "cell" (a row and j together, or s, dot, l, lse)."""
-    return join(*(LEVEL_OF[name] for name in leaves(e)))
+    return Levels()(e)

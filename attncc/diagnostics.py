@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 
@@ -20,15 +22,23 @@ NOWHERE = Span(0, 0, 0)
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a .attn file and the name that diagnostics show for it."""
+    """The text of a .attn file and the name that diagnostics show for it.
+
+    A byte order mark is dropped and every line ends in a plain newline, so that lines and columns are counted alike
+    wherever the text comes from.
+    """
 
     name: str
     text: str = field(repr=False)
 
+    def __post_init__(self) -> None:
+        plain = self.text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        object.__setattr__(self, "text", plain)
+
     @classmethod
     def of(cls, source: str | Path) -> Source:
         """`source` is .attn text where it contains a newline, else a path (Python API's rule)."""
-        if isinstance(source, str) and "\n" in source:
+        if isinstance(source, str) and ("\n" in source or "\r" in source):
             return cls("<string>", source)
         return cls.read(source)
 
@@ -36,15 +46,24 @@ class Source:
     def read(cls, path: str | Path) -> Source:
         """Read a file; an unreadable one is a diagnostic, not a traceback."""
         try:
-            return cls(str(path), Path(path).read_text(encoding="utf-8"))
+            return cls(str(path), Path(path).read_bytes().decode("utf-8"))
         except OSError as e:
-            raise AttnError([Diagnostic(f"cannot read: {e.strerror}", cls(str(path), ""))]) from None
-        except UnicodeDecodeError:
-            raise AttnError([Diagnostic("not UTF-8 text", cls(str(path), ""))]) from None
+            reason = f"cannot read: {e.strerror}"
+        except UnicodeDecodeError as e:
+            reason = f"not UTF-8 text (byte {e.start})"
+        except ValueError as e:  # a path that no file system takes
+            reason = f"cannot read: {e}"
+        raise AttnError([Diagnostic(reason, cls(str(path), ""))])
 
     def line(self, number: int) -> str:
-        lines = self.text.splitlines()
+        """A line by its 1-based number, without its end; "" beyond the last."""
+        lines = _lines(self.text)
         return lines[number - 1] if 0 < number <= len(lines) else ""
+
+
+@lru_cache(maxsize=4)
+def _lines(text: str) -> list[str]:
+    return text.split("\n")
 
 
 @dataclass(frozen=True)
@@ -57,20 +76,36 @@ class Diagnostic:
     hint: str | None = None
 
     def __str__(self) -> str:
-        at = self.span
-        if at == NOWHERE:
-            head = f"{self.source.name}: error: {self.message}"
-            return head if self.hint is None else f"{head}\n{self.hint}"
-        line = self.source.line(at.line).replace("\t", " ")
-        mark = "^" + "~" * max(0, min(at.end_column, len(line) + 1) - at.column - 1)
-        shown = [
-            f"{self.source.name}:{at.line}:{at.column}: error: {self.message}",
-            "    " + line.strip() if line.strip() else "",
-            "    " + " " * (at.column - 1 - (len(line) - len(line.lstrip()))) + mark if line.strip() else "",
-        ]
-        if self.hint is not None:
-            shown.append(self.hint)
-        return "\n".join(s for s in shown if s)
+        at, name = self.span, self.source.name
+        where = name if at == NOWHERE else f"{name}:{at.line}:{at.column}"
+        shown = [f"{where}: error: {self.message}", *_excerpt(self.source.line(at.line), at)]
+        return "\n".join(shown if self.hint is None else [*shown, self.hint])
+
+
+_WIDTH = 120  # of an excerpt; a longer line is cut around the place
+
+
+def _excerpt(line: str, at: Span) -> list[str]:
+    """The source line, and the place marked below it; nothing for an empty line."""
+    text = line.strip()
+    if not text:
+        return []
+    first = at.column - 1 - (len(line) - len(line.lstrip()))
+    length = max(1, min(at.end_column, len(line) + 1) - at.column)
+    if len(text) > _WIDTH:
+        cut = max(0, min(first - _WIDTH // 3, len(text) - _WIDTH))
+        text, first = text[cut : cut + _WIDTH], first - cut
+        length = min(length, _WIDTH - first)
+    text = "".join(c if c.isprintable() else " " for c in text)
+    marked = sum(map(_columns, text[first : first + length])) or 1
+    return ["    " + text.rstrip(), "    " + " " * sum(map(_columns, text[:first].ljust(first))) + "^" + "~" * (marked - 1)]
+
+
+def _columns(char: str) -> int:
+    """How many columns of a terminal a character takes."""
+    if char.isascii():
+        return 1
+    return 0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1
 
 
 class AttnError(Exception):
@@ -78,4 +113,7 @@ class AttnError(Exception):
 
     def __init__(self, diagnostics: list[Diagnostic]):
         self.diagnostics = sorted(diagnostics, key=lambda d: (d.span.line, d.span.column))
-        super().__init__("\n".join(map(str, self.diagnostics)))
+        super().__init__(self.diagnostics)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.diagnostics))

@@ -21,7 +21,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Number:
-    """`value` is an int for an i32 literal, a float for an f32 one; None where it is out of range."""
+    """`value` is an int for an i32 literal, a float for an f32 one, in range or not."""
 
     value: int | float
     span: Span = field(compare=False)
@@ -185,9 +185,9 @@ Statement = Docstring | Tensor | Let | Def | Emit | Slot | Broken
 
 @dataclass(frozen=True)
 class Attention:
-    """One variant.  `broken`: the header did not parse, so its parameters are unknown."""
+    """One variant.  `broken`: the header did not parse, so its parameters are unknown, and perhaps its name."""
 
-    name: Word
+    name: Word | None
     scalars: tuple[Scalar, ...]
     body: tuple[Statement, ...]
     span: Span = field(compare=False)

@@ -5,94 +5,70 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attncc.frontend import ast, names
-from attncc.ir.nodes import Expr, Rope, TensorParam
+from attncc.frontend.scope import Unknown
+from attncc.ir.nodes import I32, SPACES, Expr, Rope, TensorParam
 
 if TYPE_CHECKING:
     from attncc.frontend.expressions import Typer
 
+_ARGUMENTS = {"clamp": ("x", "lo", "hi"), "softcap": ("s", "c"), "bit": ("word", "n")}  # all others take one `x`
+
 
 def call(t: Typer, e: ast.Call) -> Expr | None:
     """The IR of a builtin's call; None where it is wrong, and reported."""
-    name = e.function.text
-    if name in ("min", "max"):
-        return _extreme(t, e)
+    name, at, build = e.function.text, e.span, t.build
     if name in _SPECIAL:
         return _SPECIAL[name](t, e)
-    required = {"clamp": ("x", "lo", "hi"), "softcap": ("s", "c"), "bit": ("word", "n")}.get(name, ("x",))
+    required = _ARGUMENTS.get(name, ("x",))
     bound = t.bind(e, required)
-    args = bound and t.all(bound[r] for r in required)
-    if not args or not bound:
+    operands = [bound[r] for r in required] if bound else [a.value if isinstance(a, ast.Keyword) else a for a in e.args]
+    args = t.operands(operands, t.is_number, f"`{name}`")
+    if bound is None or args is None or not t.one_space(at, *args):
         return None
-    if not all([t.is_number(a, bound[r], f"`{name}`") for a, r in zip(args, required)]):
-        return None
-    if not t.one_space(e.span, *args):
-        return None
-    build, at = t.build, e.span
-    if name in ("clamp", "softcap", "relu"):
+    if name in ("clamp", "softcap", "relu", "f32", "i32"):
         return getattr(build, name)(*args, at)
     if name == "abs":
         return build.op("abs", *args, at=at)
-    if name == "i32":
-        return build.i32(args[0], at)
-    if name == "f32":
-        return build.f32(args[0], at)
     if name == "bit":
-        if any(a.type.elem != "i32" for a in args):
-            wrong = next(r for a, r in zip(args, required) if a.type.elem != "i32")
-            t.error("`bit` takes i32, not f32", bound[wrong].span, "write `i32(…)`")
-            return None
+        for a, r in zip(args, required, strict=True):
+            if a.type.elem != "i32":
+                t.scope.error(f"`bit` takes i32, not {a.type}", bound[r].span, "write `i32(…)`")
+                return None
         return build.op("bit", *args, at=at)
     return build.floats(name, *args, at=at)
 
 
 def _extreme(t: Typer, e: ast.Call) -> Expr | None:
     name = e.function.text
+    plain = [a for a in e.args if not isinstance(a, ast.Keyword)]
     for a in e.args:
         if isinstance(a, ast.Keyword):
-            t.error(f"'{name}' has no argument '{a.name}'", a.span, f"write {name}(x, y, …)")
-            return None
-    args = t.all(e.args)  # type: ignore[arg-type]
+            t.scope.error(f"'{name}' has no argument '{a.name}'", a.span, f"write `{name}(x, y, …)`")
+    args = t.operands(plain, t.is_number, f"`{name}`")
     if len(e.args) < 2:
-        hint = f"as a reduction it stands in `emit NAME[…] = {name}(x)`"
-        t.error(f"'{name}' takes two or more arguments", e.span, hint)
+        hint = f"over keys, it stands in `emit NAME[…] = {name}(x)`"
+        t.scope.error(f"'{name}' takes two or more arguments", e.span, hint)
+    if args is None or len(plain) < max(2, len(e.args)) or not t.one_space(e.span, *args):
         return None
-    if args is None or not all([t.is_number(a, s, f"`{name}`") for a, s in zip(args, e.args)]):  # type: ignore[arg-type]
-        return None
-    return t.build.fold(name, args, e.span) if t.one_space(e.span, *args) else None
+    return t.build.fold(name, args, e.span)
 
 
-def _sum(t: Typer, e: ast.Call) -> Expr | None:
-    bound = t.bind(e, ("x",))
-    x = bound and t.expr(bound["x"])
-    if not x or not bound or not t.is_number(x, bound["x"], "`sum`"):
-        return None
-    if x.type.space is None:
-        hint = "over keys, `sum` stands in `emit NAME[…] = sum(x)`"
-        t.error(f"`sum` adds the features of a vector, not {x.type}", e.span, hint)
-        return None
-    return t.build.op("sum", x, at=e.span)
-
-
-def _vector(t: Typer, syntax: ast.Expr, name: str) -> Expr | None:
-    """The vector that a norm or rope works on, as f32."""
+def _vector(t: Typer, syntax: ast.Expr, name: str, hint: str = "the vectors are `q`, `k`, `v` and `o`") -> Expr | None:
     x = t.expr(syntax)
     if x is None or not t.is_number(x, syntax, f"`{name}`"):
         return None
     if x.type.space is None:
-        t.error(f"`{name}` works on a vector, not {x.type}", syntax.span, "the vectors are `q`, `k`, `v`, `o`")
+        t.scope.error(f"`{name}` takes a vector, not {x.type}", syntax.span, hint)
         return None
-    return t.build.f32(x)
+    return x
 
 
-def number(t: Typer, syntax: ast.Expr, what: str) -> Expr | None:
-    """A scalar, as f32."""
-    x = t.expr(syntax)
-    if x is None or not t.is_number(x, syntax, what):
+def _sum(t: Typer, e: ast.Call) -> Expr | None:
+    bound = t.bind(e, ("x",))
+    if bound is None:
         return None
-    if x.type.space is not None:
-        t.error(f"{what} is a scalar, not {x.type}", syntax.span)
-        return None
-    return t.build.f32(x)
+    x = _vector(t, bound["x"], "sum", "over keys, it stands in `emit NAME[…] = sum(x)`")
+    return None if x is None else t.build.op("sum", x, at=e.span)
 
 
 def _norm(t: Typer, e: ast.Call) -> Expr | None:
@@ -102,18 +78,16 @@ def _norm(t: Typer, e: ast.Call) -> Expr | None:
     if bound is None:
         return None
     x = _vector(t, bound["x"], name)
-    eps = number(t, bound["eps"], "eps") if "eps" in bound else build.const(1e-6, at)
+    eps = t.number(bound["eps"], "`eps`") if "eps" in bound else build.const(1e-6, at)
     given = {k: bound[k] for k in ("weight", "bias") if k in bound and not _is_none(bound[k])}
     extra = {k: t.expr(syntax) for k, syntax in given.items()}
-    if x is None or eps is None or any(v is None for v in extra.values()):
+    if x is None or eps is None:
         return None
-    normed = getattr(build, name)(x, eps, at)
-    for key, op in (("weight", "mul"), ("bias", "add")):
-        value = extra.get(key)
-        if value is not None:
-            if not t.is_number(value, given[key], f"`{name}`") or not t.one_space(at, normed, value):
-                return None
-            normed = build.floats(op, normed, value, at=at)
+    normed = getattr(build, name)(build.f32(x), eps, at)
+    for key, value in extra.items():
+        if value is None or not t.is_number(value, given[key], f"`{key}`") or not t.one_space(at, x, value):
+            return None
+        normed = build.floats("mul" if key == "weight" else "add", normed, value, at=at)
     return normed
 
 
@@ -121,6 +95,7 @@ def _is_none(e: ast.Expr) -> bool:
     return isinstance(e, ast.Name) and e.name == "none"
 
 
+# The arguments of each scaling in order; those of the dict have a default (None: as transformers works it out).
 _SCALINGS: dict[str, tuple[tuple[str, ...], dict[str, float | None]]] = {
     "linear": (("factor",), {}),
     "llama31": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position"), {}),
@@ -133,127 +108,106 @@ def _rope(t: Typer, e: ast.Call) -> Expr | None:
     if bound is None:
         return None
     x, pos = _vector(t, bound["x"], "rope"), t.expr(bound["pos"])
-    theta = number(t, bound["theta"], "theta") if "theta" in bound else t.build.const(1e4, e.span)
-    dims = _rope_dims(t, bound.get("dims"), x)
-    style = _rope_style(t, bound.get("style"))
-    scaling = _rope_scaling(t, bound.get("scaling"))
-    tables = _rope_tables(t, e, bound, dims)
-    if pos is not None and str(pos.type) != "i32":
-        t.error(f"rope's pos is i32, not {pos.type}", bound["pos"].span, "positions are `i` and `j`")
-        return None
-    if (
-        x is None
-        or pos is None
-        or theta is None
-        or dims is _WRONG
-        or style is None
-        or scaling is None
-        or tables is None
-    ):
-        return None
-    return t.build.rope(Rope(x, pos, theta, dims, style, scaling, *tables, span=e.span))  # type: ignore[arg-type]
-
-
-_WRONG = object()
-
-
-def _rope_dims(t: Typer, syntax: ast.Expr | None, x: Expr | None):
-    """An even number of features, or None for all of them."""
-    if syntax is None:
-        return None
+    theta = t.number(bound["theta"], "`theta`") if "theta" in bound else t.build.const(1e4, e.span)
     whole = "head_dim_vo" if x is not None and x.type.space == "e" else "head_dim_qk"
-    if isinstance(syntax, ast.Name) and syntax.name == whole:
+    dims_fit, dims = _rope_dims(t, bound.get("dims"), whole)
+    style, scaling = _rope_style(t, bound.get("style")), _rope_scaling(t, bound.get("scaling"))
+    tables = _rope_tables(t, bound, dims)
+    if pos is not None and pos.type != I32:
+        hint = "positions are `i` and `j`; `scaling = linear(factor)` divides them"
+        t.scope.error(f"rope's `pos` is i32, not {pos.type}", bound["pos"].span, hint)
         return None
+    if x is None or pos is None or theta is None or style is None or scaling is None or tables is None or not dims_fit:
+        return None
+    return t.build.rope(Rope(t.build.f32(x), pos, theta, dims, style, scaling, *tables, span=e.span))
+
+
+def _rope_dims(t: Typer, syntax: ast.Expr | None, whole: str) -> tuple[bool, int | None]:
+    """Is it good, and an even number of features, or None for all of them."""
+    if syntax is None or (isinstance(syntax, ast.Name) and syntax.name == whole):
+        return True, None
     found = t.expr(syntax)
     if found is None:
-        return _WRONG
+        return False, None
     dims = t.build.value(found)
-    if not isinstance(dims, int) or isinstance(dims, bool) or dims < 2 or dims % 2:
-        t.error("rope's dims is an even number, known here", syntax.span, f"write 64, or `{whole}` for all features")
-        return _WRONG
-    return dims
+    if found.type != I32 or dims is None or dims < 2 or dims % 2:
+        hint = f"write an even number, such as 64, or `{whole}` for all features"
+        t.scope.error("rope's `dims` is a constant, even i32", syntax.span, hint)
+        return False, None
+    return True, int(dims)
 
 
 def _rope_style(t: Typer, syntax: ast.Expr | None) -> str | None:
     if syntax is None:
         return "neox"
-    if isinstance(syntax, ast.Name) and syntax.name in names.STYLES:
-        return syntax.name
-    near = names.suggest(syntax.name, names.STYLES) if isinstance(syntax, ast.Name) else None
-    t.error("unknown style of rope", syntax.span, near or "it is `neox` (halves) or `interleaved` (pairs)")
-    return None
+    word = syntax.name if isinstance(syntax, ast.Name) else ""
+    if word not in names.STYLES:
+        hint = names.suggest(word, names.STYLES) or "it is `neox` (halves) or `interleaved` (pairs)"
+        t.scope.error("unknown style of rope", syntax.span, hint)
+    return word if word in names.STYLES else None
 
 
 def _rope_scaling(t: Typer, syntax: ast.Expr | None) -> tuple[str | Expr | None, ...] | None:
     if syntax is None or _is_none(syntax):
         return ()
-    if not isinstance(syntax, ast.Call) or syntax.function.text not in _SCALINGS:
-        word = syntax.function.text if isinstance(syntax, ast.Call) else getattr(syntax, "name", "")
-        hint = "it is `none`, `linear(…)`, `llama31(…)` or `yarn(…)`"
-        t.error(
-            "unknown scaling of rope", syntax.span, names.suggest(word, _SCALINGS) if word not in _SCALINGS else hint
-        )
+    word = syntax.function.text if isinstance(syntax, ast.Call) else syntax.name if isinstance(syntax, ast.Name) else ""
+    if not isinstance(syntax, ast.Call) or word not in _SCALINGS:
+        near = names.suggest(word, _SCALINGS) if word not in _SCALINGS else None
+        hint = near or "it is `none`, `linear(…)`, `llama31(…)` or `yarn(…)`"
+        t.scope.error("unknown scaling of rope", syntax.span, hint)
         return None
-    required, optional = _SCALINGS[syntax.function.text]
+    required, optional = _SCALINGS[word]
     bound = t.bind(syntax, required, optional)
     if bound is None:
         return None
-    found: list[str | Expr | None] = [syntax.function.text]
+    values: list[Expr | None] = []
     good = True
     for key in (*required, *optional):
         default = optional.get(key)
         if key in bound:
-            value = number(t, bound[key], key)
-            good = good and value is not None
-            found.append(value)
+            values.append(t.number(bound[key], f"`{key}`"))
+            good = good and values[-1] is not None
         else:
-            found.append(None if default is None else t.build.const(default, syntax.span))
-    return tuple(found) if good else None
+            values.append(None if default is None else t.build.const(default, syntax.span))
+    return (word, *values) if good else None
 
 
-def _rope_tables(t: Typer, e: ast.Call, bound: dict[str, ast.Expr], dims) -> tuple[str | None, str | None] | None:
-    """The tensors of cosines and sines, by name."""
+def _rope_tables(t: Typer, bound: dict[str, ast.Expr], dims: int | None) -> tuple[str | None, str | None] | None:
+    """The names of the tensors of cosines and sines."""
     given = [k for k in ("cos", "sin") if k in bound]
     if not given:
         return None, None
     if len(given) == 1:
-        t.error(f"rope is given `{given[0]}` alone", bound[given[0]].span, "give both `cos` and `sin`")
+        t.scope.error(f"rope is given `{given[0]}` alone", bound[given[0]].span, "give both `cos` and `sin`")
         return None
+    cos, sin = (_rope_table(t, bound[k], dims) for k in given)
     for key in ("theta", "scaling"):
         if key in bound:
-            t.error(f"rope's `{key}` is not used with `cos` and `sin`", bound[key].span, "leave it out")
+            t.scope.error(f"rope with `cos` and `sin` takes no `{key}`", bound[key].span, "leave it out")
             return None
-    found = [_rope_table(t, bound[k], dims) for k in given]
-    return (found[0], found[1]) if all(found) else None
+    return (cos, sin) if cos and sin else None
 
 
-def _rope_table(t: Typer, syntax: ast.Expr, dims) -> str | None:
-    hint = "declare `tensor cosines[pos, 64]: f32` and give its bare name"
-    binding = t.declared.bindings.get(syntax.name) if isinstance(syntax, ast.Name) else None
-    if not isinstance(binding, TensorParam):
-        if (
-            isinstance(syntax, ast.Name)
-            and syntax.name not in t.declared.bindings
-            and syntax.name not in names.RESERVED
-        ):
-            t.expr(syntax)
-        elif binding is None or not type(binding).__name__ == "Unknown":
-            t.error("rope's cos and sin are tensors [pos, dims // 2]", syntax.span, hint)
-        return None
-    if (
-        len(binding.dims) != 2
-        or binding.dims[0] != "pos"
-        or binding.dims[1] in ("b", "h", "g", "iq", "j", "pos", "d", "e")
-    ):
-        t.error(f"'{binding.name}' is not a tensor [pos, dims // 2]", syntax.span, hint)
-        return None
-    if binding.dtype not in names.FLOAT_DTYPES:
-        t.error(f"'{binding.name}' holds {binding.dtype}, not cosines or sines", syntax.span, hint)
-        return None
-    if isinstance(dims, int) and isinstance(binding.dims[1], int) and binding.dims[1] != dims // 2:
-        t.error(f"'{binding.name}' has {binding.dims[1]} columns, not dims // 2 = {dims // 2}", syntax.span)
-        return None
-    return binding.name
+def _rope_table(t: Typer, syntax: ast.Expr, dims: int | None) -> str | None:
+    hint = "declare `tensor cosines[pos, 64]: f32`, and name it bare"
+    table = t.scope.bindings.get(syntax.name) if isinstance(syntax, ast.Name) else None
+    if isinstance(syntax, ast.Name) and table is None and syntax.name not in names.RESERVED:
+        t.scope.no_value(syntax.name, syntax.span)
+    elif not isinstance(table, TensorParam):
+        if not isinstance(table, Unknown):
+            t.scope.error("rope's `cos` and `sin` are tensors [pos, dims // 2]", syntax.span, hint)
+    elif len(table.dims) != 2 or table.dims[0] != "pos" or table.dims[1] in SPACES:
+        t.scope.error(f"'{table.name}' is not a tensor [pos, dims // 2]", syntax.span, hint)
+    elif table.dtype not in names.FLOAT_DTYPES:
+        t.scope.error(f"'{table.name}' holds {table.dtype}, not cosines or sines", syntax.span, hint)
+    elif dims is not None and isinstance(table.dims[1], int) and table.dims[1] != dims // 2:
+        message = f"'{table.name}' has {table.dims[1]} columns, and dims // 2 is {dims // 2}"
+        t.scope.error(message, syntax.span, f"declare `tensor {table.name}[pos, {dims // 2}]: {table.dtype}`")
+    else:
+        return table.name
+    return None
 
 
-_SPECIAL = {"sum": _sum, "rmsnorm": _norm, "layernorm": _norm, "l2norm": _norm, "rope": _rope}
+_SPECIAL = {
+    "min": _extreme, "max": _extreme, "sum": _sum, "rmsnorm": _norm, "layernorm": _norm, "l2norm": _norm, "rope": _rope,
+}  # fmt: skip

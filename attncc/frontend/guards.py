@@ -17,9 +17,8 @@ def negative_rows(e: Expr) -> list[Load]:
         if id(x) in seen:
             return
         seen.add(id(x))
-        if isinstance(x, Load):
-            if any("i" in leaves(k) and not _reaches_no_negative(k) for k in x.index):
-                found.append(x)
+        if isinstance(x, Load) and any("i" in leaves(k) and not _reaches_no_negative(k) for k in x.index):
+            found.append(x)
         # What a guard stands before is left out: the condition alone is always evaluated.
         guarded = isinstance(x, Op) and x.op in ("and", "or", "select")
         for k in children(x)[:1] if guarded else children(x):

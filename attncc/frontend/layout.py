@@ -16,6 +16,7 @@ MAX_DEPTH = 100  # of brackets, and of a syntax tree: every later pass may recur
 Report = Callable[[str, Span, "str | None"], None]
 
 _OPENS = {"LPAR": "RPAR", "LSQB": "RSQB"}
+_CLOSE = {"LPAR": "write ')' where it ends", "LSQB": "write ']' where it ends"}
 _STARTS = ("ATTENTION", "TENSOR", "LET", "DEF", "EMIT")  # never inside an expression
 _STRAY_HINTS = {
     "&": "write `and`; `bit(word, n)` reads a bit",
@@ -27,6 +28,7 @@ _STRAY_HINTS = {
     "\\": "a statement goes on over the lines inside ( ) and [ ]",
     "{": "only ( ) and [ ] are brackets",
     "}": "only ( ) and [ ] are brackets",
+    ".": "there are no attributes: write `log(2.0)`",
     "\u00a0": "this is a no-break space; use a plain one",
 }
 
@@ -50,6 +52,11 @@ def span(token: Token) -> Span:
     return Span(line, column, column + width)
 
 
+def join(first: Span, last: Span) -> Span:
+    """From `first` to `last`, as far as they stand on one line."""
+    return Span(first.line, first.column, last.end_column if last.line == first.line else first.end_column)
+
+
 def lines(tokens: list[Token], report: Report) -> Iterator[Line]:
     """Group the tokens of a file into statements, reporting stray characters and brackets that do not match."""
     line: list[Token] = []
@@ -71,7 +78,7 @@ def lines(tokens: list[Token], report: Report) -> Iterator[Line]:
                 line, broken = [], False
             continue
         if fresh and stack and _starts_statement(tokens, n):
-            complain(f"'{stack[-1]}' is never closed", stack[-1])
+            complain(f"'{stack[-1]}' is never closed", stack[-1], _CLOSE[stack[-1].type])
             yield Line(line, broken)
             line, stack, broken = [], [], False
         fresh = False
@@ -82,20 +89,25 @@ def lines(tokens: list[Token], report: Report) -> Iterator[Line]:
                 complain(f"brackets nested more than {MAX_DEPTH} deep", token, "name the parts with `let`")
         elif token.type in _OPENS.values():
             if not stack:
-                complain(f"'{token}' closes no bracket", token)
+                complain(f"'{token}' closes no bracket", token, "open one before it, or leave it out")
             elif _OPENS[(opening := stack.pop()).type] != token.type:
-                complain(f"'{token}' does not close '{opening}' at {opening.line}:{opening.column}", token)
+                message = f"'{token}' does not close the '{opening}' at {opening.line}:{opening.column}"
+                complain(message, token, _CLOSE[opening.type])
         elif token.type == "STRAY":
             hint = _STRAY_HINTS.get(token)
             shown = f"'{token}'" if token.isprintable() and token.isascii() else f"U+{ord(token):04X}"
             complain(f"unexpected character {shown}", token, hint)
         elif token.type == "OPEN_STRING":
-            complain("this string is never closed", token)
+            complain(
+                "this string is never closed",
+                token,
+                f"end it with {token[:3] if token[:3] == 3 * token[0] else token[0]}",
+            )
         elif token.type == "NAME" and not token.isascii() and token not in foreign:
             foreign.add(str(token))
             report(f"'{token}' is not an ASCII name", span(token), "names are made of a-z, A-Z, 0-9 and _")
     if stack:
-        complain(f"'{stack[-1]}' is never closed", stack[-1])
+        complain(f"'{stack[-1]}' is never closed", stack[-1], _CLOSE[stack[-1].type])
     if line:
         yield Line(line, broken)
 

@@ -1,7 +1,7 @@
-"""Well-typed IR nodes: what the language says with one name and the IR with smaller parts is expanded here.
+"""Typed IR nodes: what the language says with one name and the IR with smaller parts is expanded here.
 
-Arguments are typed IR expressions that fit (the callers in typing.py have complained otherwise); conversions from i32
-to f32 are put in where an operation asks for them.
+Arguments are expressions that fit (expressions.py and builtins.py complain of those that do not); conversions from
+i32 to f32 are put in where an operation asks for them.
 """
 
 from __future__ import annotations
@@ -9,29 +9,48 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from attncc.diagnostics import Span
-from attncc.frontend import constants
-from attncc.ir.nodes import BOOL, F32, I32, LEAVES, OPS, Const, Expr, Leaf, Load, Op, Param, Rope, Type, children
+from attncc.ir.fold import fold
+from attncc.ir.nodes import (
+    BOOL,
+    F32,
+    I32,
+    LEAVES,
+    Const,
+    Expr,
+    Leaf,
+    Load,
+    Op,
+    Param,
+    Rope,
+    ScalarParam,
+    Type,
+    children,
+    make,
+)
 
-MAX_NODES = 100_000  # of one variant
-MAX_DEPTH = 200  # of one expression; later passes recurse over it
+MAX_NODES = 20_000  # of one variant: a few lines of `def` could ask for 2 ** 30
+MAX_DEPTH = 200  # of one expression: a later pass may recurse over it
 
 _BIT = {name: 1 << n for n, name in enumerate(LEAVES)}
-_VARIES = 1 << len(LEAVES)  # holds a parameter, or a tensor's element: no constant
+_CONST_PARAM, _RUN_TIME = 1 << len(LEAVES), 1 << len(LEAVES) + 1
+_AT_BUILD = _CONST_PARAM | _BIT["head_dim_qk"] | _BIT["head_dim_vo"]
 
 
 class TooLarge(Exception):
-    """An expression that no later pass could take."""
+    """An expression that no later pass could take.  `full`: the whole variant is too large."""
 
-    def __init__(self, message: str, at: Span):
-        self.message, self.span = message, at
+    def __init__(self, message: str, at: Span, full: bool = False):
+        self.message, self.span, self.full = message, at, full
         super().__init__(message)
 
 
 class _Info(NamedTuple):
-    depth: int
-    bits: int  # the leaves it depends on
-    value: int | float | bool | None  # of a constant expression
+    """What is known of a node."""
+
     node: Expr  # kept alive, so that its id stays its own
+    depth: int
+    depends: int  # bits: leaves, const parameters, what is known at run time only
+    literal: Const | None  # the value of a constant expression
 
 
 class Builder:
@@ -40,58 +59,63 @@ class Builder:
     def __init__(self) -> None:
         self._info: dict[int, _Info] = {}  # by id(node)
 
-    def _add(self, node: Expr, at: Span, own: int = 0) -> Expr:
-        """Take in a new node; `own` are the bits of what it depends on beside its children."""
+    def _add(self, node: Expr, own: int = 0) -> Expr:
+        """Take in a new node; `own` is what it depends on beside its children."""
         kids = [self._info[id(k)] for k in children(node)]
         depth = 1 + max((k.depth for k in kids), default=0)
-        bits = own
-        for kid in kids:
-            bits |= kid.bits
         if depth > MAX_DEPTH:
-            raise TooLarge(f"an expression nested more than {MAX_DEPTH} deep, counting what its names stand for", at)
+            message = f"an expression nested more than {MAX_DEPTH} deep, counting what its names stand for"
+            raise TooLarge(message, node.span)
         if len(self._info) >= MAX_NODES:
-            raise TooLarge(f"this variant grows beyond {MAX_NODES} operations", at)
-        value = None
-        if isinstance(node, Const):
-            value = node.value
-        elif isinstance(node, Op) and not bits:
-            value = constants.apply(node.op, [k.value for k in kids])
-        self._info[id(node)] = _Info(depth, bits, value, node)
+            raise TooLarge(f"this variant takes more than {MAX_NODES} operations", node.span, full=True)
+        depends = own
+        for kid in kids:
+            depends |= kid.depends
+        literal = node if isinstance(node, Const) else None
+        literals = [k.literal for k in kids if k.literal is not None]
+        if isinstance(node, Op) and len(literals) == len(kids):
+            value = fold(Op(node.op, tuple(literals), node.type, node.span))
+            literal = value if isinstance(value, Const) else None
+        self._info[id(node)] = _Info(node, depth, depends, literal)
         return node
 
     def leaves(self, e: Expr) -> list[str]:
         """The leaves that `e` depends on."""
-        bits = self._info[id(e)].bits
-        return [name for name, bit in _BIT.items() if bits & bit] if bits & (_VARIES - 1) else []
+        depends = self._info[id(e)].depends
+        return [name for name, bit in _BIT.items() if depends & bit]
 
     def value(self, e: Expr) -> int | float | bool | None:
         """The value of a constant expression; None for any other, and where it has none."""
-        return self._info[id(e)].value
+        literal = self._info[id(e)].literal
+        return None if literal is None else literal.value
+
+    def fixed(self, e: Expr) -> bool:
+        """Is the value known once the kernel is built?"""
+        return not self._info[id(e)].depends & ~_AT_BUILD
 
     # -- the nodes themselves
 
     def const(self, value: int | float | bool, at: Span) -> Expr:
         elem = BOOL if isinstance(value, bool) else I32 if isinstance(value, int) else F32
-        return self._add(Const(value, elem, at), at)
+        return self._add(Const(value, elem, at))
 
     def leaf(self, name: str, at: Span) -> Expr:
-        return self._add(Leaf(name, at), at, _BIT[name])
+        return self._add(Leaf(name, at), _BIT[name])
 
-    def param(self, name: str, kind: Type, at: Span) -> Expr:
-        return self._add(Param(name, kind, at), at, _VARIES)
+    def param(self, p: ScalarParam, at: Span) -> Expr:
+        return self._add(Param(p.name, p.type, at), _CONST_PARAM if p.const else _RUN_TIME)
 
     def load(self, tensor: str, dtype: str, index: tuple[Expr, ...], at: Span) -> Expr:
         elem = {"bf16": "f32", "f16": "f32", "u32": "i32", "u8": "i32"}.get(dtype, dtype)
-        return self._add(Load(tensor, index, Type(elem, space(*index)), at), at, _VARIES)
+        space = next((x.type.space for x in index if x.type.space is not None), None)
+        return self._add(Load(tensor, index, Type(elem, space), at), _RUN_TIME)
 
     def rope(self, node: Rope) -> Expr:
-        return self._add(node, node.span, _VARIES)
+        return self._add(node, _RUN_TIME)
 
     def op(self, op: str, *args: Expr, at: Span) -> Expr:
         """`op` of arguments whose elements agree with its signature in OPS."""
-        wants, result = OPS[op]
-        elem = {"f": "f32", "i": "i32", "b": "bool"}.get(result) or args[wants.index(result)].type.elem
-        return self._add(Op(op, args, Type(elem, None if op == "sum" else space(*args)), at), at)
+        return self._add(make(op, *args, span=at))
 
     # -- conversions
 
@@ -103,24 +127,31 @@ class Builder:
 
     def alike(self, *args: Expr) -> tuple[Expr, ...]:
         """f32 where any of them is."""
-        return tuple(map(self.f32, args)) if any(a.type.elem == "f32" for a in args) else args
-
-    # -- what is expanded
+        return tuple(self.f32(a) for a in args) if any(a.type.elem == "f32" for a in args) else args
 
     def floats(self, op: str, *args: Expr, at: Span) -> Expr:
         """An operation on f32."""
-        return self.op(op, *map(self.f32, args), at=at)
+        return self.op(op, *(self.f32(a) for a in args), at=at)
 
     def same(self, op: str, *args: Expr, at: Span) -> Expr:
         """An operation on i32, or on f32 where an argument is."""
         return self.op(op, *self.alike(*args), at=at)
 
+    # -- what is expanded
+
     def fold(self, op: str, args: list[Expr], at: Span) -> Expr:
         """`min` or `max` of two or more, from the left."""
-        first, *rest = self.alike(*args)
+        found, *rest = self.alike(*args)
         for x in rest:
-            first = self.op(op, first, x, at=at)
-        return first
+            found = self.op(op, found, x, at=at)
+        return found
+
+    def compare(self, op: str, left: Expr, right: Expr, at: Span) -> Expr:
+        """One link of a chain; `a > b` is `b < a`."""
+        left, right = self.alike(left, right)
+        if op in (">", ">="):
+            left, right = right, left
+        return self.op({"<": "lt", ">": "lt", "<=": "le", ">=": "le", "==": "eq", "!=": "ne"}[op], left, right, at=at)
 
     def clamp(self, x: Expr, lo: Expr, hi: Expr, at: Span) -> Expr:
         x, lo, hi = self.alike(x, lo, hi)
@@ -133,31 +164,22 @@ class Builder:
         s, c = self.f32(s), self.f32(c)
         return self.op("mul", c, self.op("tanh", self.op("div", s, c, at=at), at=at), at=at)
 
-    def compare(self, op: str, left: Expr, right: Expr, at: Span) -> Expr:
-        """One link of a chain; `a > b` is `b < a`."""
-        left, right = self.alike(left, right)
-        if op in (">", ">="):
-            left, right = right, left
-        return self.op({"<": "lt", ">": "lt", "<=": "le", ">=": "le", "==": "eq", "!=": "ne"}[op], left, right, at=at)
+    def rmsnorm(self, x: Expr, eps: Expr, at: Span) -> Expr:
+        """x / sqrt(mean(x²) + eps) (arXiv 1910.07467, eq. 4)."""
+        return self._normed(x, self._mean(self.op("mul", x, x, at=at), at), eps, at)
 
-    def mean(self, x: Expr, at: Span) -> Expr:
-        """The mean over the features of the vector `x`."""
-        size = self.leaf("head_dim_qk" if x.type.space == "d" else "head_dim_vo", at)
-        return self.op("div", self.op("sum", x, at=at), self.f32(size, at), at=at)
+    def layernorm(self, x: Expr, eps: Expr, at: Span) -> Expr:
+        """The same of x - mean(x) (arXiv 1607.06450, eq. 4)."""
+        return self.rmsnorm(self.op("sub", x, self._mean(x, at), at=at), eps, at)
+
+    def l2norm(self, x: Expr, eps: Expr, at: Span) -> Expr:
+        """x / sqrt(sum(x²) + eps)."""
+        return self._normed(x, self.op("sum", self.op("mul", x, x, at=at), at=at), eps, at)
 
     def _normed(self, x: Expr, square: Expr, eps: Expr, at: Span) -> Expr:
         return self.op("mul", x, self.op("rsqrt", self.op("add", square, eps, at=at), at=at), at=at)
 
-    def rmsnorm(self, x: Expr, eps: Expr, at: Span) -> Expr:
-        return self._normed(x, self.mean(self.op("mul", x, x, at=at), at), eps, at)
-
-    def layernorm(self, x: Expr, eps: Expr, at: Span) -> Expr:
-        return self.rmsnorm(self.op("sub", x, self.mean(x, at), at=at), eps, at)
-
-    def l2norm(self, x: Expr, eps: Expr, at: Span) -> Expr:
-        return self._normed(x, self.op("sum", self.op("mul", x, x, at=at), at=at), eps, at)
-
-
-def space(*args: Expr) -> str | None:
-    """The feature space of an operation on `args`: a scalar beside a vector is broadcast."""
-    return next((a.type.space for a in args if a.type.space is not None), None)
+    def _mean(self, x: Expr, at: Span) -> Expr:
+        """Over the features of the vector `x`."""
+        size = self.leaf("head_dim_qk" if x.type.space == "d" else "head_dim_vo", at)
+        return self.op("div", self.op("sum", x, at=at), self.f32(size), at=at)

@@ -70,6 +70,13 @@ TENSOR_DTYPES = ("f32", "bf16", "f16", "i32", "u32", "u8", "bool")
 FLOAT_DTYPES = ("f32", "bf16", "f16")
 SCALAR_TYPES = ("i32", "f32", "bool")
 
+# What other languages call the types.
+_TYPES = {
+    "f32": ("float", "float32", "fp32"), "f16": ("half", "float16", "fp16"), "bf16": ("bfloat16", "bfloat"),
+    "i32": ("int", "int32"), "u32": ("uint", "uint32"), "u8": ("byte", "uint8"), "bool": ("boolean",),
+}  # fmt: skip
+_ALIASES = {alias: name for name, aliases in _TYPES.items() for alias in aliases}
+
 
 @lru_cache(maxsize=4096)
 def _closest(name: str, known: frozenset[str]) -> str | None:
@@ -78,13 +85,14 @@ def _closest(name: str, known: frozenset[str]) -> str | None:
     lower = {k.lower(): k for k in sorted(known)}
     if name.lower() in lower:
         return lower[name.lower()]
-    found = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
+    found = get_close_matches(name, sorted(known), n=1, cutoff=0.7)
     return found[0] if found else None
 
 
 def suggest(name: str, known: Iterable[str]) -> str | None:
     """ "did you mean 'x'?" where one of `known` is spelled much like `name`."""
-    near = _closest(name[:64], frozenset(known))
+    words = frozenset(known)
+    near = _ALIASES[name] if _ALIASES.get(name) in words else _closest(name[:64], words)
     return None if near is None else f"did you mean '{near}'?"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attncc.diagnostics import AttnError, Diagnostic, Source, Span
 from attncc.frontend import ast
-from attncc.frontend.layout import MAX_DEPTH, Line, lines, span
+from attncc.frontend.layout import MAX_DEPTH, Line, join, lines, span
 from attncc.frontend.syntax import explain
 
 if TYPE_CHECKING:
@@ -68,20 +68,32 @@ class _Reader:
 
     def file(self) -> ast.File:
         blocks: list[tuple[Line, list[Line]]] = []
-        for line in lines(list(_lark().lex(self.source.text)), self.report):
+        for line in lines(self._tokens(), self.report):
             self._check_tabs(line)
             if _is_header(line):
                 if line.indent:
-                    self.report("`attention` is indented", span(line.tokens[0]), "a variant starts its line")
+                    self.report("`attention` is indented", span(line.tokens[0]), "a variant begins at the first column")
                 blocks.append((line, []))
             elif blocks:
                 blocks[-1][1].append(line)
             else:
-                hint = "a file is made of variants: `attention NAME():` and an indented body"
+                hint = "a file holds variants: `attention NAME():` and an indented body"
                 self.report("this stands outside of any variant", span(line.tokens[0]), hint)
         if not blocks and not self.errors:
-            self.report("this file holds no variant", Span(1, 1, 2), "write `attention NAME():` and an indented body")
+            hint = "write `attention NAME():` and an indented body, such as `mask = j <= i`"
+            self.report("no variant in this file", Span(1, 1, 2), hint)
         return ast.File(tuple(self._attention(head, body) for head, body in blocks), self.source)
+
+    def _tokens(self) -> list[Token]:
+        text = self.source.text
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:  # half of a surrogate pair: no file can hold it
+            line = text.count("\n", 0, e.start) + 1
+            column = e.start - text.rfind("\n", 0, e.start)
+            self.report("not Unicode text", Span(line, column, column + 1))
+            return []
+        return list(_lark().lex(text))
 
     def _check_tabs(self, line: Line) -> None:
         first = line.tokens[0]
@@ -92,27 +104,25 @@ class _Reader:
 
     def _attention(self, head: Line, body: list[Line]) -> ast.Attention:
         header = self._parse("header", head)
-        first, last = head.tokens[0], head.tokens[-1]
-        at = Span(first.line or 1, first.column or 1, (last.end_column or 1) if last.line == first.line else 0)
-        if not body:
-            self.report(
-                "this variant has no body", at, "write at least one indented statement, such as `mask = j <= i`"
-            )
+        at = join(span(head.tokens[0]), span(head.tokens[-1]))
+        if not body and header is not None:
+            self.report("this variant has no body", at, "indent at least one statement below, such as `mask = j <= i`")
         for line in body:
             if line.indent != body[0].indent or line.indent == 0:
                 self._misindented(line, body[0])
         statements = tuple(self._statement(line) for line in body)
-        if not isinstance(header, tuple):
-            names = [t for t in head.tokens[1:2] if t.type == "NAME"]
-            return ast.Attention(_word(names[0]) if names else ast.Word("?", at), (), statements, at, broken=True)
-        return ast.Attention(header[0], header[1], statements, at)
+        if header is None:
+            named = [_word(t) for t in head.tokens[1:2] if t.type == "NAME"]
+            return ast.Attention(named[0] if named else None, (), statements, at, broken=True)
+        name, scalars = header
+        return ast.Attention(name, scalars, statements, at)
 
     def _misindented(self, line: Line, first: Line) -> None:
         at = span(line.tokens[0])
         if line.indent == 0:
             self.report("this stands outside of any variant", at, "indent it to make it part of the variant above")
-        else:
-            hint = f"the body of this variant is indented by {first.indent} at line {first.tokens[0].line}"
+        elif first.indent:
+            hint = f"the body of this variant is indented by {first.indent}, as line {first.tokens[0].line} is"
             self.report(f"indented by {line.indent}", at, hint)
 
     def _statement(self, line: Line) -> ast.Statement:
@@ -130,12 +140,14 @@ class _Reader:
         if line.broken:
             return None
         parser = _lark().parse_interactive(start=start)
+        n = 0
         try:
-            for token in line.tokens:
+            for n, token in enumerate(line.tokens):  # noqa: B007
                 parser.feed_token(token)
+            n = len(line.tokens)
             return parser.feed_eof(line.tokens[-1])
-        except UnexpectedToken as e:
-            self.report(*explain(start, line.tokens, e.token, parser.accepts()))
+        except UnexpectedToken:
+            self.report(*explain(start, line.tokens, n, parser.accepts()))
         except Mistake as e:
             self.report(e.message, e.span, e.hint)
         return None
@@ -143,16 +155,12 @@ class _Reader:
 
 def _is_header(line: Line) -> bool:
     first, last = line.tokens[0], line.tokens[-1]
-    return first.type == "ATTENTION" or (line.indent == 0 and last.type == "COLON")
+    misspelt = first.type == "NAME" and line.indent == 0 and last.type == "COLON"
+    return first.type == "ATTENTION" or misspelt
 
 
 def _word(token: Token) -> ast.Word:
     return ast.Word(str(token), span(token))
-
-
-def _join(first: Span, last: Span) -> Span:
-    """From `first` to `last`, as far as they stand on one line."""
-    return Span(first.line, first.column, last.end_column if last.line == first.line else first.end_column)
 
 
 def _deeper(at: Span, *kids) -> int:
@@ -204,21 +212,21 @@ class _Build:
 
     def conditional(self, c: list):
         then, condition, other = c
-        at = _join(then.span, other.span)
+        at = join(then.span, other.span)
         return ast.Conditional(condition, then, other, at, _deeper(at, *c))
 
     def binary(self, c: list):
         left, op, right = c
-        at = _join(left.span, right.span)
+        at = join(left.span, right.span)
         return ast.Binary(str(op), left, right, at, _deeper(at, left, right))
 
     def unary(self, c: list):
         op, operand = c
-        at = _join(span(op), operand.span)
+        at = join(span(op), operand.span)
         return ast.Unary(str(op), operand, at, _deeper(at, operand))
 
     def compare(self, c: list):
-        at = _join(c[0].span, c[-1].span)
+        at = join(c[0].span, c[-1].span)
         return ast.Compare(tuple(map(str, c[1::2])), tuple(c[::2]), at, _deeper(at, *c[::2]))
 
     def name(self, c: list):
@@ -238,11 +246,11 @@ class _Build:
     def paren(self, c: list):
         from dataclasses import replace
 
-        return replace(c[1], span=_join(span(c[0]), span(c[2])))
+        return replace(c[1], span=join(span(c[0]), span(c[2])))
 
     def call(self, c: list):
         function, _, args, close = c
-        at = _join(span(function), span(close))
+        at = join(span(function), span(close))
         kids = [a.value if isinstance(a, ast.Keyword) else a for a in args or ()]
         return ast.Call(_word(function), args or (), at, _deeper(at, *kids))
 
@@ -254,7 +262,7 @@ class _Build:
 
     def index(self, c: list):
         base, _, items, close = c
-        at = _join(span(base), span(close))
+        at = join(span(base), span(close))
         return ast.Index(_word(base), items, at, _deeper(at, *items))
 
     def items(self, c: list):

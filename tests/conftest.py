@@ -1,0 +1,26 @@
+"""Goldens: expected texts in files beside their tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files with what is found")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` must be that of the file `name`, relative to the test's own."""
+
+    def check(name: str, text: str) -> None:
+        path = request.path.parent / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.exists(), f"no golden file {path}: --update-golden writes it"
+        assert text == path.read_text(encoding="utf-8")
+
+    return check

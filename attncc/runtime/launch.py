@@ -36,8 +36,7 @@ def check_params(kernel: Mapping[str, Any], spec: Spec) -> None:
     for param in kernel["params"]:
         if param["name"] not in known or param["kind"] not in SIZES:
             raise ValueError(f"kernel parameter {param['name']} ({param['kind']}) is not one this attncc knows to set")
-        align = 64 if param["kind"] == "tensormap" else SIZES[param["kind"]]
-        if param["size"] != SIZES[param["kind"]] or param["offset"] % align or param["offset"] < end:
+        if param["size"] != SIZES[param["kind"]] or param["offset"] < end:
             raise ValueError(f"kernel parameter {param['name']}: offset {param['offset']}, size {param['size']}")
         if param["kind"] == "tensormap" and param["name"] not in kernel["tma"]:
             raise ValueError(f"kernel parameter {param['name']}: the manifest has no box for it")
@@ -78,9 +77,10 @@ class Binding:
         params = kernel["params"]
         self.function, self.grid, self.lock = function, grid, threading.Lock()
         self._params = {p["name"]: p for p in params}
-        size = max((p["offset"] + p["size"] for p in params), default=0)
-        self._raw = ctypes.create_string_buffer(size + 64)
-        self._shift = -ctypes.addressof(self._raw) % 64
+        self._raw = ctypes.create_string_buffer(params[-1]["offset"] + 128 + 64)
+        # Offsets count from an odd place in constant memory (the first map is at 48): align the maps, not the start.
+        first_map = next((p["offset"] for p in params if p["kind"] == "tensormap"), 0)
+        self._shift = -(ctypes.addressof(self._raw) + first_map) % 64
         base = ctypes.addressof(self._raw) + self._shift
         self._pointers = (ctypes.c_void_p * len(params))(*[base + p["offset"] for p in params])
         self.arguments = ctypes.addressof(self._pointers)

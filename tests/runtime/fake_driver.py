@@ -81,11 +81,12 @@ class FakeDriver:
 
 def layout(names):
     """[(name, kind)] -> the manifest's params, laid out as the compiler does."""
-    at, params = 0, []
+    base, params = 0x210, []  # parameters stand from there on in constant memory; alignment counts from its start
+    at = base
     for name, kind in names:
         size, align = KINDS[kind]
         at = -(-at // align) * align
-        params.append({"name": name, "kind": kind, "offset": at, "size": size})
+        params.append({"name": name, "kind": kind, "offset": at - base, "size": size})
         at += size
     return params
 

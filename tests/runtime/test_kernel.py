@@ -390,8 +390,8 @@ def test_a_parameter_the_kernel_does_not_read_is_still_checked(driver):
     ("change", "says"),
     [
         ({"name": "t.other"}, "kernel parameter t.other"),
-        ({"offset": 4}, "kernel parameter map_k: offset 4, size 128"),
-        ({"size": 64}, "kernel parameter map_k: offset 128, size 64"),
+        ({"offset": 64}, "kernel parameter map_k: offset 64, size 128"),
+        ({"size": 64}, "kernel parameter map_k: offset 176, size 64"),
     ],
 )
 def test_a_manifest_that_this_runtime_cannot_serve_is_refused(driver, change, says):

@@ -95,7 +95,8 @@ class Node:
             return NotImplemented
         if hash(self) != hash(other):
             return False
-        todo, seen = [(self, other)], set()
+        todo: list[tuple] = [(self, other)]
+        seen: set[tuple[int, int]] = set()
         while todo:
             a, b = todo.pop()
             if a is b or (id(a), id(b)) in seen:
@@ -107,11 +108,12 @@ class Node:
         return True
 
     def __hash__(self) -> int:
-        if "_hash" not in self.__dict__:
-            for x in objects(self):
-                if "_hash" not in x.__dict__:
-                    object.__setattr__(x, "_hash", hash((head(x), *(k._hash for k in children(x)))))
-        return self._hash
+        known = "_hash"
+        if known not in self.__dict__:
+            for x in objects(self):  # type: ignore[arg-type]
+                if known not in x.__dict__:
+                    x.__dict__[known] = hash((head(x), *(k.__dict__[known] for k in children(x))))
+        return self.__dict__[known]
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # str hashes differ by process
@@ -119,7 +121,7 @@ class Node:
     def __repr__(self) -> str:
         from attncc.ir.text import brief  # the dataclass's own would spell a shared node out at every use
 
-        return brief(self)
+        return brief(self)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numbers
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from attncc.ir.fold import fold
 from attncc.ir.nodes import (
+    F32,
     I32,
     NOWHERE,
     SIZES,
@@ -21,10 +23,12 @@ from attncc.ir.nodes import (
     ScalarParam,
     Variant,
     children,
+    leaves,
+    make,
     objects,
     transform,
 )
-from attncc.ir.rules import build, match, rules_of
+from attncc.ir.rules import rules_of
 from attncc.ir.verify import verify
 
 MAX_PASSES = 1000  # far above what any expression needs: a rule pair that undoes itself must not hang the compiler
@@ -44,7 +48,7 @@ def specialize(v: Variant, *, const: Mapping[str, object], head_dim_qk: int, hea
                 f"const: {name!r} is {kind} of {v.name}; its const parameters: {', '.join(known) or 'none'}"
             )
     scalars = tuple(replace(p, default=_const_value(p, const)) if p.const else p for p in v.scalars)
-    values = {p.name: p.default for p in scalars if p.const}
+    values = {p.name: p.default for p in scalars if p.const and p.default is not None}
     sizes = {"head_dim_qk": head_dim_qk, "head_dim_vo": head_dim_vo}
 
     def put(e: Expr) -> Expr:
@@ -57,7 +61,7 @@ def specialize(v: Variant, *, const: Mapping[str, object], head_dim_qk: int, hea
 
 
 def _const_value(p: ScalarParam, const: Mapping[str, object]) -> int | float | bool:
-    value = const.get(p.name, p.default)
+    value: Any = const.get(p.name, p.default)
     if value is None:
         raise ValueError(f"const: {p.name!r} has no default: a value of type {p.type} is needed")
     wanted = {"bool": bool, "i32": numbers.Integral, "f32": numbers.Real}[p.type.elem]
@@ -123,17 +127,9 @@ class Rewriter:
         def finish(made: Op) -> Expr:
             return self.node(made if made.span != NOWHERE else replace(made, span=e.span))
 
-        for rule, pattern, replacement in rules_of(e.op):
-            bound: dict[str, Expr] = {}
-            if not match(pattern, e, bound) or bound["x"].type.elem not in rule.on:
-                continue
-            if rule.when is not None and not rule.when(bound):
-                continue
-            if callable(replacement):
-                new = replacement(bound, finish)
-            else:
-                new = build(replacement, bound, e.type.elem, finish)
-            if new.type == e.type:
+        for rule in rules_of(e.op):
+            new = rule.apply(e, finish)
+            if new is not None:
                 return self.intern.node(new)
         return e
 
@@ -171,3 +167,37 @@ def level(e: Expr) -> str:
     """How often `e` has to be evaluated: "call" (scalars, sizes, literals), "head" (also b, h, g), "row" (also i, iq),
     "col" (j, with anything of call or head), "cell" (a row and j together, or s, dot, l, lse)."""
     return Levels()(e)
+
+
+def drop_row_constants(v: Variant, *, keeps_lse: bool) -> Variant:
+    """`v` without the additive terms of f_logits that are the same for a whole row: softmax does not see them, as long
+    as they are finite.  `v` itself where anything else does: a sink, an emit, an epilogue that reads lse, an lse that
+    the caller gets (`keeps_lse`), or no softmax at all."""
+    seen = v.scan.kind != "softmax" or v.scan.sink is not None or v.emits or "lse" in leaves(v.epilogue)
+    return v if keeps_lse or seen else replace(v, f_logits=_without_row_terms(v.f_logits))
+
+
+def _without_row_terms(e: Expr) -> Expr:
+    level_of = Levels()
+    kept: dict[int, Expr | None] = {}  # of a node: what is left of it; None: nothing
+
+    def strip(x: Expr) -> Expr | None:
+        if level_of(x) in ("call", "head", "row"):
+            return None
+        if not isinstance(x, Op) or x.op not in ("add", "sub", "neg", "mul", "div"):
+            return x
+        rest = [kept[id(a)] for a in x.args]
+        if x.op in ("mul", "div"):  # linear where one factor is the same for the whole row; never x / cell
+            linear = None in rest and not (x.op == "div" and rest[1] is not None)
+            args = tuple(a if r is None else r for a, r in zip(x.args, rest, strict=True))
+            return make(x.op, *args, span=x.span) if linear else x
+        if None not in rest:
+            return make(x.op, *(r for r in rest if r is not None), span=x.span)
+        if x.op == "sub" and rest[0] is None and rest[1] is not None:
+            return make("neg", rest[1], span=x.span)
+        return next((r for r in rest if r is not None), None)
+
+    for x in objects(e):
+        kept[id(x)] = strip(x)
+    stripped = kept[id(e)]
+    return Const(0.0, F32) if stripped is None else stripped

@@ -16,10 +16,11 @@ import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from attncc.ir.nodes import Const, Expr, Leaf, Op, Type, make
 
+Pattern = tuple  # as the matcher walks it: ("any", name), ("literal", name), ("value", number) or (op, part, …)
 Bound = dict[str, Expr]
 Finish = Callable[[Op], Expr]  # what a rule does with an op it makes
 Replacement = Callable[[Bound, Finish], Expr]
@@ -35,6 +36,24 @@ class Rule:
     on: str = "i32 f32 bool"
     when: Callable[[Bound], bool] | None = None
     exact: bool = True
+
+    @cached_property
+    def compiled(self) -> tuple[Pattern, Pattern | Replacement]:
+        return read_pattern(self.pattern), (
+            read_pattern(self.replacement) if isinstance(self.replacement, str) else self.replacement
+        )
+
+    def apply(self, e: Op, finish: Finish) -> Expr | None:
+        """What the rule makes of `e`, in which equal nodes are one object; None where it does not fire.  `finish` sees
+        every op it makes."""
+        pattern, replacement = self.compiled
+        bound: Bound = {}
+        if not match(pattern, e, bound) or bound["x"].type.elem not in self.on:
+            return None
+        if self.when is not None and not self.when(bound):
+            return None
+        new = replacement(bound, finish) if callable(replacement) else build(replacement, bound, e.type.elem, finish)
+        return new if new.type == e.type else None
 
 
 def value(b: Bound, name: str) -> float:
@@ -212,8 +231,6 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-# A pattern as the matcher walks it: ("any", name), ("literal", name), ("value", number) or (op, part, …).
-Pattern = tuple
 _OPERATORS = {
     ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div", ast.FloorDiv: "floordiv", ast.Mod: "mod",
     ast.Pow: "pow", ast.Lt: "lt", ast.LtE: "le", ast.Eq: "eq", ast.NotEq: "ne", ast.And: "and", ast.Or: "or",
@@ -228,7 +245,7 @@ def read_pattern(text: str) -> Pattern:
         match n:
             case ast.Constant(number):
                 return "value", number
-            case ast.UnaryOp(ast.USub(), ast.Constant(number)):
+            case ast.UnaryOp(ast.USub(), ast.Constant(int(number))):
                 return "value", -number
             case ast.Name(name):
                 return "literal" if name[1:].isdecimal() else "any", name
@@ -267,7 +284,6 @@ def build(p: Pattern, bound: Bound, elem: str, finish: Finish) -> Expr:
 
 
 @cache
-def rules_of(op: str) -> tuple[tuple[Rule, Pattern, Pattern | Replacement], ...]:
-    """The rules whose pattern is rooted at `op`, ready to match."""
-    read = ((r, read_pattern(r.pattern), r.replacement) for r in RULES)
-    return tuple((r, p, q if callable(q) else read_pattern(q)) for r, p, q in read if p[0] == op)
+def rules_of(op: str) -> tuple[Rule, ...]:
+    """The rules whose pattern is rooted at `op`."""
+    return tuple(r for r in RULES if r.compiled[0][0] == op)

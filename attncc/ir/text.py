@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from attncc.diagnostics import NOWHERE
 from attncc.ir.nodes import (
@@ -197,7 +198,7 @@ class _Parser:
         self.scalars: list[ScalarParam] = []
         self.tensors: list[TensorParam] = []
         self.emits: list[Emit] = []
-        self.fields: dict[str, object] = {}
+        self.fields: dict[str, Any] = {}
         self.open: str | None = None  # the slot whose nodes are being read
         self.nodes: dict[str, Expr] = {}
 

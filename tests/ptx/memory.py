@@ -64,24 +64,29 @@ class GlobalMemory:
         self.bases: list[int] = []
         self.top = 0x7000_0000_0000
 
-    def _add(self, name, size, data, written, writable) -> Segment:
-        segment = Segment(name, self.top, size, data, written, writable)
-        self.segments.append(segment)
-        self.bases.append(self.top)
-        self.top += (size + self.GAP + 4095) // 4096 * 4096
+    def _add(self, name, size, data, written, writable, base) -> Segment:
+        if base is None:
+            base, self.top = self.top, self.top + (size + self.GAP + 4095) // 4096 * 4096
+        segment = Segment(name, base, size, data, written, writable)
+        k = bisect_right(self.bases, base)
+        before, after = self.segments[k - 1 : k] if k else [], self.segments[k : k + 1]
+        if any(s.base + s.size > base for s in before) or any(base + size > s.base for s in after):
+            raise Fault(f"{name!r} overlaps {(before + after)[0].name!r}")
+        self.segments.insert(k, segment)
+        self.bases.insert(k, base)
         return segment
 
-    def put(self, name: str, array: np.ndarray, writable: bool = False) -> Segment:
-        """A copy of the array, every byte valid."""
+    def put(self, name: str, array: np.ndarray, writable: bool = False, base: int | None = None) -> Segment:
+        """A copy of the array, every byte valid, at an address of ours or at `base`."""
         flat = np.ascontiguousarray(array).reshape(-1).view("u1")
         data = np.zeros((flat.size + 15) // 16 * 16, "u1")
         data[: flat.size] = flat
-        return self._add(name, flat.size, data, None, writable)
+        return self._add(name, flat.size, data, None, writable, base)
 
-    def empty(self, name: str, size: int) -> Segment:
+    def empty(self, name: str, size: int, base: int | None = None) -> Segment:
         """`size` bytes that must be written before they are read."""
         padded = (size + 15) // 16 * 16
-        return self._add(name, size, np.full(padded, 0xFF, "u1"), np.zeros(padded, "u1"), True)
+        return self._add(name, size, np.full(padded, 0xFF, "u1"), np.zeros(padded, "u1"), True, base)
 
     def find(self, ins: Instr, low: int, high: int) -> Segment | None:
         """The allocation that holds [low, high), None if `low` alone is in one."""

@@ -281,6 +281,22 @@ def to_bf16(x, toward_zero: bool = False):
     return np.where(x != x, np.uint32(0x7FFF), rounded).astype("u2")
 
 
+def pack_bf16(high, low, toward_zero: bool = False):
+    """Two float32 to one word of bf16."""
+    both = np.empty((low.size, 2), "f4")
+    both[:, 0], both[:, 1] = low, high
+    bits = both.view("u4")
+    if not toward_zero:
+        nan = np.isnan(both)
+        up = bits >> 16
+        up &= 1
+        up += 0x7FFF
+        bits += up
+        if nan.any():
+            bits[nan] = 0x7FFF_0000
+    return bits.view("u2")[:, 1::2].copy().view("u4")[:, 0]
+
+
 def pack(low, high):
     """Two arrays of 16 bits to one of 32."""
     return low.view("u2").astype("u4") | (high.view("u2").astype("u4") << np.uint32(16))
@@ -311,9 +327,10 @@ def to_int(x, dtype):
 
 UFUNCS = """add subtract multiply divide minimum maximum fmin fmax absolute negative copysign sqrt reciprocal exp2 log2
     sin cos tanh isfinite isinf isnan bitwise_and bitwise_or bitwise_xor invert bitwise_count equal not_equal less
-    less_equal greater greater_equal where copyto rint trunc floor ceil"""
+    less_equal greater greater_equal where copyto rint trunc floor ceil
+    left_shift right_shift"""
 HELPERS = {f.__name__: f for f in (
     wide, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind, bfind_shift, bfe,
-    bfi, from_bf16, to_bf16, pack, fused, half_op, to_int)}  # fmt: skip
+    bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int)}  # fmt: skip
 HELPERS.update({name: getattr(np, name) for name in UFUNCS.split()})
 HELPERS.update({t: np.dtype(t) for t in ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")})

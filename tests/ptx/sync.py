@@ -188,7 +188,11 @@ def wait(ins: Instr, t: Translator):
 
     def run(c, m):
         lanes = active(c, m)
-        pairs = list(zip(pick(address(c), lanes).tolist(), pick(wanted(c), lanes).tolist(), strict=True))
+        where, phases = pick(address(c), lanes), pick(wanted(c), lanes)
+        if (where == where[0]).all() and (phases == phases[0]).all():
+            pairs = [(int(where[0]), int(phases[0]))]  # as it nearly always is
+        else:
+            pairs = list(zip(where.tolist(), phases.tolist(), strict=True))
         done = {}
         for at, phase in set(pairs):
             b = mbarrier_at(ins, c, at)
@@ -202,7 +206,7 @@ def wait(ins: Instr, t: Translator):
             )
             return BLOCKED
         c.timeout = False
-        write(c, [done[p] for p in pairs], lanes)
+        write(c, [done[p] for p in pairs] if len(pairs) > 1 else done[pairs[0]], lanes)
         return None
 
     return run

@@ -161,18 +161,19 @@ def tensor_copy(ins: Instr, t: Translator):
     def run(c, m):
         lanes = _lanes(c, m)
         at, where = shared(c), the_map(c)
-        corner = [read(c) for read in coords]
+        corners = np.stack([read(c) for read in coords], 1)
+        stored = set()
         for k in lanes:
-            tensor = c.machine.maps.get(int(where[k]))
+            tensor, corner = c.machine.maps.get(int(where[k])), corners[k].tolist()
             if tensor is None:
                 raise ins.fault(f"no tensor map at {int(where[k]):#x}")
             if len(corner) != len(tensor.box):
                 raise ins.fault(f"{len(corner)} coordinates for a map of rank {len(tensor.box)}")
-            corner_k = [int(row[k]) for row in corner]
             if barrier is not None:
-                tensor_load(c, ins, tensor, int(at[k]), corner_k, int(barrier(c)[k]))
-            else:
-                tensor_store(c, ins, tensor, corner_k, int(at[k]), k)
+                tensor_load(c, ins, tensor, int(at[k]), corner, int(barrier(c)[k]))
+            elif (what := (int(at[k]), int(where[k]), *corner)) not in stored:  # one UTMASTG a warp, not a lane
+                stored.add(what)
+                tensor_store(c, ins, tensor, corner, int(at[k]), k)
 
     return run
 

@@ -179,14 +179,21 @@ class Translator:
         rule, kind = found
         wide = {"s16": "s32", "u16": "u32", "s32": "s64", "u32": "u64"}.get(kind, kind)
         types = [{"T": kind, "W": wide}.get(t, t) for t in rule.operands]
+        value = rule.value.replace("$T", kind)
+        if (
+            words[0] in ("shl", "shr")
+            and isinstance(args[2], Imm)
+            and int(args[2].text, 0) < 8 * CLASS_SIZE[args[0].cls]
+        ):
+            types[2], value = kind, "left_shift" if words[0] == "shl" else "right_shift"
         sources = [self.source(a, t) for a, t in zip(args[1:], types[1:], strict=True)]
-        return self.value(args[0], types[0], rule.value.replace("$T", kind), sources, mask)
+        return self.value(args[0], types[0], value, sources, mask)
 
     def value(self, target, kind: str, value: str, sources: list[str], mask: str | None) -> list[str]:
         """target = value(sources), where value is a ufunc's name or an expression."""
         if "$" not in value and isinstance(target, Reg):
             where = f", where={mask}" if mask else ""
-            return [f"{value}({', '.join(sources)}, {self.target(target, kind)}{where})"]
+            return [f"{value}({', '.join(sources)}, out={self.target(target, kind)}{where})"]
         if "$" not in value:
             value = f"{value}({', '.join(sources)})"
         for name, s in zip("abcd", sources, strict=False):
@@ -285,7 +292,10 @@ class Translator:
         if len(ins.args) == 3:
             if to not in ("bf16x2", "f16x2") or kind != "f32" or how not in (["rn"], ["rz"]):
                 raise ValueError(ins.op)
-            high, low = (self._round_half(self.source(a, kind), to[:-2], how) for a in ins.args[1:])
+            high, low = (self.source(a, kind) for a in ins.args[1:])
+            if to == "bf16x2":
+                return self.assign(ins.args[0], "b32", f"pack_bf16({high}, {low}, {how == ['rz']})", mask)
+            high, low = (self._round_half(x, "f16", how) for x in (high, low))
             return self.assign(ins.args[0], "b32", f"pack({low}, {high})", mask)
         x = self.source(ins.args[1], kind)
         if kind == "bf16":

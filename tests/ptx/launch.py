@@ -1,0 +1,148 @@
+"""A built artifact on torch CPU tensors: the product's own runtime, with this interpreter where the CUDA driver is.
+
+`run_forward` is what tests call.  The runtime checks the arguments, encodes tensor maps and lays out the parameters as
+it does on a GPU; `SimulatedDriver` reads them back from the parameter storage as the CUDA driver would, runs the PTX
+on copies of the tensors, and refuses a launch that leaves an element of its outputs unwritten.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attncc.runtime import tensor_map
+from attncc.runtime.artifact import Artifact, read_artifact
+from attncc.runtime.kernel import Kernel
+
+from .machine import Machine
+from .memory import GlobalMemory
+from .program import Fault, parse
+from .tma import TensorMap
+from .translate import Translator
+
+
+@lru_cache(maxsize=16)
+def translated(ptx: str) -> Translator:
+    """Blocks are compiled once for all launches of a kernel."""
+    return Translator(parse(ptx))
+
+
+def run_forward(
+    artifact: Artifact | str | Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    params: Mapping[str, Any] | None = None, *, sm_count: int = 2, seed: int = 0, return_lse: bool = True,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """out [B, qo_len, num_qo_heads, head_dim_vo] in q's dtype and lse [B, qo_len, num_qo_heads] (None without
+    `return_lse`) of a forward artifact on CPU tensors.
+
+    `sm_count` CTAs share the tiles; `seed` orders warps and the landing of copies.  Raises Fault (Deadlock) for what
+    the kernel does wrong, ValueError and TypeError for arguments, as on a GPU.
+    """
+    artifact = artifact if isinstance(artifact, Artifact) else read_artifact(artifact)
+    driver = SimulatedDriver((artifact.path / "forward.ptx").read_text(), sm_count, seed)
+    driver.tensors = {n: t for n, t in (params or {}).items() if isinstance(t, torch.Tensor)}
+    kernel = Kernel(artifact, driver=driver)
+    result = kernel(q, k, v, return_lse=return_lse, out=out, **(params or {}))
+    return result if return_lse else (result, None)
+
+
+def process_memory(address: int, size: int) -> np.ndarray:
+    """Bytes of this process, as a view."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+
+class SimulatedDriver:
+    """The methods of attncc.runtime.driver.Driver.  `tensors`: the tensor parameters of the next launches by name."""
+
+    device_type = "cpu"
+
+    def __init__(self, ptx: str, sm_count: int, seed: int):
+        self.translator, self.sms, self.seed = translated(ptx), sm_count, seed
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.maps: list[tensor_map.TensorMap] = []
+        self.machine: Machine | None = None  # the last launch
+
+    def sm_count(self, device: int) -> int:
+        return self.sms
+
+    def current_stream(self, device: int) -> int:
+        return 0
+
+    def is_capturing(self, stream: int) -> bool:
+        return False
+
+    def load(self, cubin: bytes, kernel: Mapping[str, Any], arch: str, device: int) -> Mapping[str, Any]:
+        return kernel
+
+    def encode(self, wanted: tensor_map.TensorMap, address: int) -> bytes:
+        """128 bytes: the address, as in a CUtensorMap, and which map it is."""
+        self.maps.append(wanted)
+        return struct.pack("<QQ112x", address, len(self.maps) - 1)
+
+    def launch(self, function: Mapping[str, Any], grid: int, stream: int, arguments: int) -> None:
+        params = function["params"]
+        pointers = (ctypes.c_void_p * len(params)).from_address(arguments)
+        raw = {p["name"]: ctypes.string_at(at, p["size"]) for p, at in zip(params, pointers, strict=True)}
+        number = {p["name"]: int.from_bytes(raw[p["name"]], "little") for p in params if p["kind"] in ("i32", "ptr")}
+        memory = GlobalMemory()
+        values: dict[str, bytes | TensorMap] = dict(raw)
+        for name in ("map_q", "map_k", "map_v", "map_o"):
+            values[name] = self.tensor(memory, name, raw[name])
+        out_address = int.from_bytes(raw["map_o"][:8], "little")
+        lse = None
+        if number["lse"]:
+            rows = number["qo_len"] * number["num_heads_batch"]
+            lse = memory.empty("lse", 4 * rows, base=number["lse"])
+        tickets = memory.put("tickets", process_memory(number["tickets"], 8), writable=True, base=number["tickets"])
+        for name, t in self.tensors.items():
+            self.parameter(memory, f"t.{name}", t, number)
+        self.machine = Machine(
+            self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], seed=self.seed
+        )
+        self.machine.launch()
+        if tickets.data[:8].any():
+            raise Fault("the kernel leaves its tickets other than zero")
+        collect(values["map_o"], out_address)  # type: ignore[arg-type]
+        if lse is not None:
+            lse.read("f4", (lse.size // 4,))  # complains of what was not written
+            process_memory(lse.base, lse.size)[:] = lse.data[: lse.size]
+
+    def tensor(self, memory: GlobalMemory, name: str, raw: bytes) -> TensorMap:
+        """A map's tensor, copied to memory of its own: only TMA reaches it."""
+        address, index = struct.unpack_from("<QQ", raw)
+        wanted = self.maps[index]
+        if name == "map_o":
+            segment = memory.empty(name, wanted.span)
+        else:
+            segment = memory.put(name, process_memory(address, wanted.span))
+        return TensorMap(segment, 2, wanted.dims, wanted.strides, wanted.box, wanted.swizzle)
+
+    def parameter(self, memory: GlobalMemory, name: str, t: torch.Tensor, number: Mapping[str, int]) -> None:
+        if name not in number or not t.numel():
+            return
+        if number[name] != t.data_ptr():
+            raise Fault(f"{name} points at {number[name]:#x}, the tensor is at {t.data_ptr():#x}")
+        elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        memory.put(name, process_memory(t.data_ptr(), elements * t.element_size()), base=t.data_ptr())
+
+
+def collect(out: TensorMap, address: int) -> None:
+    """Copy an output to the process's memory, sparing the bytes between its rows.  Raises Fault unless every element
+    was written."""
+    segment, shape, steps = out.segment, out.dims[::-1], (*out.strides[::-1], out.itemsize)
+    at = sum(np.ix_(*(np.arange(n) * step for n, step in zip(shape, steps, strict=True))))
+    written = segment.written
+    assert written is not None
+    missing = np.argwhere(written[at] == 0)
+    if missing.size:
+        first = dict(zip("bhsd", missing[0].tolist(), strict=True))
+        raise Fault(f"{len(missing)} of {at.size} elements of the output were never written, the first at {first}")
+    mask = written[: segment.size].astype(bool)
+    process_memory(address, segment.size)[mask] = segment.data[: segment.size][mask]

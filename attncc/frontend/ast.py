@@ -3,88 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attncc.diagnostics import Source, Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Word:
     """A name where it is written."""
 
     text: str
-    span: Span = field(compare=False)
+    span: Span
 
     def __str__(self) -> str:
         return self.text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Number:
     """`value` is an int for an i32 literal, a float for an f32 one, in range or not."""
 
     value: int | float
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Boolean:
     value: bool
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Name:
     name: str
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unary:
     """`op`: "-" or "not"."""
 
     op: str
     operand: Expr
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Binary:
     """`op`: + - * / // % ** and or."""
 
     op: str
     left: Expr
     right: Expr
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compare:
     """A chain `operands[0] ops[0] operands[1] ops[1] …`."""
 
     ops: tuple[str, ...]
     operands: tuple[Expr, ...]
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conditional:
     """`then if condition else other`."""
 
     condition: Expr
     then: Expr
     other: Expr
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Keyword:
     """`name = value` among the arguments of a call."""
 
@@ -96,34 +96,34 @@ class Keyword:
         return self.name.span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     function: Word
     args: tuple[Expr | Keyword, ...]
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Every:
     """The `:` of `blocks(sel[iq, g, :], …)`."""
 
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Index:
     base: Word
     items: tuple[Expr | Every, ...]
-    span: Span = field(compare=False)
-    depth: int = field(default=1, compare=False, repr=False)
+    span: Span
+    depth: int = 1
 
 
 Expr = Number | Boolean | Name | Unary | Binary | Compare | Conditional | Call | Index
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scalar:
     """`name: const f32 = default`; `words` are all the names after the colon."""
 
@@ -132,13 +132,13 @@ class Scalar:
     default: Expr | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Docstring:
     text: str
-    span: Span = field(compare=False)
+    span: Span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
     """`tensor name[dims]: dtype [grad] [sorted]`; `words` are all the names after the colon."""
 
@@ -147,33 +147,33 @@ class Tensor:
     words: tuple[Word, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Let:
     name: Word
     value: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Def:
     name: Word
     params: tuple[Word, ...]
     value: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Emit:
     name: Word
     index: tuple[Word, ...]
     value: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     name: Word
     value: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Broken:
     """A statement that did not parse (its error is reported): `name` is what it would have declared."""
 
@@ -183,21 +183,21 @@ class Broken:
 Statement = Docstring | Tensor | Let | Def | Emit | Slot | Broken
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
     """One variant.  `broken`: the header did not parse, so its parameters are unknown, and perhaps its name."""
 
     name: Word | None
     scalars: tuple[Scalar, ...]
     body: tuple[Statement, ...]
-    span: Span = field(compare=False)
+    span: Span
     broken: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class File:
     variants: tuple[Attention, ...]
-    source: Source = field(compare=False)
+    source: Source
 
 
 def dump(file: File) -> str:

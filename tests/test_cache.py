@@ -102,8 +102,11 @@ def test_keys_differ_where_the_compiler_does(monkeypatch, tmp_path):
             f.write("\n# changed\n")
         found.append(fingerprint())
     assert len(set(found)) == 5
-    (copy / "cli.py").write_text("# changed")  # says nothing about kernels
+    for name in ("cli.py", "ir/reference.py", "runtime/kernel.py"):  # these say nothing about kernels
+        (copy / name).write_text("# changed")
     assert fingerprint() == found[-1]
+    (copy / "ir/nodes.py").rename(copy / "ir/knots.py")
+    assert fingerprint() not in found
 
 
 def damage_cubin(entry):
@@ -236,17 +239,18 @@ def test_readers_never_see_half_an_entry(root, tmp_path, processes):
     def publish():
         while True:
             cache._publish(root, KEY, manifest(key=KEY), FILES)
+            time.sleep(0.002)
 
     root.mkdir()
     started.append(context.Process(target=publish))
     started[0].start()
-    whole, end = 0, time.monotonic() + 1.0
-    while time.monotonic() < end:
+    whole, looks, end = 0, 0, time.monotonic() + 30
+    while (whole < 50 or looks < 300) and time.monotonic() < end:
         found, reason = cache._look(root / KEY, KEY)
-        whole += found is not None
+        whole, looks = whole + (found is not None), looks + 1
         # Between removal and renaming the directory may be gone; what is there is never wrong.
         assert reason is None or "doesn't match" not in reason
-    assert whole > 10
+    assert whole >= 50
 
 
 def test_a_hit_is_quick_and_needs_neither_filelock_nor_the_compiler(root, build):

@@ -17,7 +17,7 @@ from attncc.ir.nodes import LEAVES, Expr, ScalarParam, TensorParam
 
 # How many expressions may be open at once while they are typed, those of the lets and defs in use included.  Each
 # takes three to five of Python's thousand frames.
-_MAX_LEVEL = 150
+_MAX_LEVEL = 120
 _F32_MAX, _I32_MAX = 3.4028234663852886e38, 2**31 - 1
 _ARITHMETIC = {"+": "add", "-": "sub", "*": "mul", "//": "floordiv", "%": "mod"}
 

@@ -41,8 +41,8 @@ def _reaches_no_negative(e: Expr) -> bool:
     kids = [_reaches_no_negative(k) for k in e.args]
     if e.op == "max":
         return any(kids)
-    if e.op == "select":
-        return all(kids[1:])
+    if e.op == "select":  # a guard around the index itself
+        return True
     if e.op == "mod":
         return kids[1]
     return e.op == "abs" or (e.op in ("add", "mul", "min", "floordiv", "pow") and all(kids))

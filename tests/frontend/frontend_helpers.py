@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from attncc.diagnostics import AttnError, Source
 from attncc.frontend import load
-from attncc.ir.nodes import Const, Expr, Load, Op, Rope, Variant
+from attncc.ir.nodes import Const, Expr, Load, Op, Rope
 
 
-def variant(*body: str, scalars: str = "") -> Variant:
-    """The one variant with these parameters and statements."""
+def variant(*body: str, scalars: str = "") -> Any:
+    """The one variant with these parameters and statements (`Any`: tests look into unions of nodes)."""
     (found,) = load(Source("test.attn", f"attention t({scalars}):\n" + "".join(f"    {line}\n" for line in body)))
     return found
 

@@ -9,10 +9,7 @@ that is in the cache needs neither lark nor cutlass.
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import numbers
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +29,6 @@ DTYPES = {"bf16": "bf16", "f16": "f16", "torch.bfloat16": "bf16", "torch.float16
 LAYOUTS, ARCHITECTURES = ("dense",), ("sm_90a",)
 STAGES = ("ast", "ir", "py", "ptx", "sass")
 MAX_HEAD_DIM = 256
-RESERVED = ("return_lse", "out")  # keyword arguments of a call; q, k, v and lse are names of the language
 
 
 @dataclass(frozen=True)
@@ -139,6 +135,8 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     written = _choose(variants(src), variant, src)
     special = specialized(written, options)
     emitted, config = generated(special, options)
+    import tempfile
+
     from attncc.codegen.build import build
 
     with tempfile.TemporaryDirectory(prefix="attncc-build-") as work_dir:
@@ -262,6 +260,8 @@ def _choose(found: tuple[Any, ...], name: str | None, src: Source) -> Any:
         raise ValueError(f"variant: expected one of {', '.join(names)}, since {src.name} has several, found none")
     if name in names:
         return found[names.index(name)]
+    import difflib
+
     close = difflib.get_close_matches(str(name), names, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(f"variant: expected one of {', '.join(names)}, as in {src.name}, found {name!r}{hint}")
@@ -287,10 +287,6 @@ def refuse(variant: Variant) -> None:
     for e in walk(variant.epilogue):
         if isinstance(e, Rope):
             problems.append(Diagnostic("kernels can't apply rope in epilogue yet", src, e.span, f"nearest: {works}"))
-    for param in (*variant.scalars, *variant.tensors):
-        if param.name in RESERVED:
-            message = f"a kernel's call keeps the name {param.name!r} for itself"
-            problems.append(Diagnostic(message, src, param.span, "rename the parameter"))
     if problems:
         raise AttnError(problems)
 
@@ -307,6 +303,8 @@ def _key(src: Source, variant: str | None, options: Options) -> str:
 
 
 def _manifest(src: Source, written: Variant, special: Variant, options: Options, kernel: dict) -> dict[str, Any]:
+    import hashlib
+
     from attncc import __version__
     from attncc.codegen.config import DSL_VERSION
     from attncc.ir.text import print_variant
@@ -319,7 +317,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
         },
         "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "dtype": options.dtype,
         "layout": options.layout, "scan": written.scan.kind,
-        "const": {p.name: options.const.get(p.name, p.default) for p in written.scalars if p.const},
+        "const": {p.name: p.default for p in special.scalars if p.const},  # specialize left the values there
         "scalars": [
             {"name": p.name, "type": p.type.elem, "default": p.default} for p in written.scalars if not p.const
         ],

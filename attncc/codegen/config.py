@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
-from attncc.ir.decompose import Logits, decompose
+from attncc.ir.decompose import Logits, decompose, sign
 from attncc.ir.nodes import BOOL, Const, Leaf, Load, Op, Variant, leaves, walk
 from attncc.ir.ranges import TileRanges, tile_ranges
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
+NARROWER = (96, 64, 32)  # keys a block, for functors that spill
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class KernelConfig:
     score: str  # "dot": the score is the dot product; "linear": rises with it, so -inf stays -inf; "any"
     score_loads: bool  # a score reads memory lane by lane
     unit_positive: bool
+    early_item: bool  # the next item is read while there is time, where there are registers for it
     epilogue: bool
     epilogue_sums: int
 
@@ -64,6 +66,11 @@ class KernelConfig:
         # choosing blocks one by one takes the producers more than 24
         return (24, 240) if self.contiguous else (56, 224)
 
+    def narrower(self) -> KernelConfig | None:
+        """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""
+        smaller = [n for n in NARROWER if n < self.tile_kv]
+        return replace(self, tile_kv=smaller[0]) if smaller else None
+
     def to_json(self) -> dict:
         return {**asdict(self), "tile_q": self.tile_q, "tile_qk": self.tile_qk, "tile_vo": self.tile_vo}
 
@@ -88,6 +95,8 @@ SHAPES: dict[int, tuple[int, int, int, int]] = {
 }
 
 
+import os
+EARLY=bool(os.environ.get('EARLY'))
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
     """The kernel for a specialised, simplified variant."""
     ranges, logits = tile_ranges(variant), decompose(variant)
@@ -101,7 +110,7 @@ def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) 
         contiguous=ranges.may is None and ranges.must is None,
         masks_below=not starts_at_zero(ranges),
         score=kind_of_score(logits), score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
-        epilogue=variant.epilogue != Leaf("o"),
+        early_item=EARLY, epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
     )  # fmt: skip
 
@@ -126,20 +135,6 @@ def kind_of_score(logits: Logits) -> str:
     if logits.score == Leaf("dot"):
         return "dot"
     match logits.score:
-        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if is_positive(a) and "dot" not in leaves(c):
+        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1 and "dot" not in leaves(c):
             return "any" if cell_loads(logits) else "linear"
     return "any"
-
-
-def is_positive(e) -> bool:
-    """Provably above zero."""
-    match e:
-        case Const(value):
-            return value > 0
-        case Op("rsqrt" | "exp" | "exp2" | "sigmoid" | "softplus"):
-            return True
-        case Op("mul" | "div" | "add", (a, b)):
-            return is_positive(a) and is_positive(b)
-        case Op("f32", (Leaf(),)):
-            return True
-    return False

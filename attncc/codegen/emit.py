@@ -21,9 +21,9 @@ from .config import KernelConfig
 from .prelude import IMPORTS, helpers_for
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
-ENV_LEAVES = frozenset("b h g qo_len kv_len num_qo_heads num_kv_heads group_size".split())
+ENV_LEAVES = frozenset(("b", "h", "g", "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size"))
 ROW_LEAVES, COL_LEAVES = frozenset(("i", "iq")), frozenset(("j", "i0"))
-IN_RANGE = frozenset("b h g iq".split())  # leaves that never leave the extent they index
+IN_RANGE = frozenset(("b", "h", "g", "iq"))  # leaves that never leave the extent they index
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
 FAST = {"exp": "exp({})", "log": "log({})", "sigmoid": "sigmoid({})", "softplus": "softplus({})",
@@ -60,7 +60,7 @@ class Guards:
 
 @dataclass
 class Stage:
-    """One function being written.  `below`: the stages whose tuples it is given; `leaves`: names it has as arguments."""
+    """One function being written.  `below`: stages whose tuples it is given; `leaves`: names it has as arguments."""
 
     name: str
     leaves: frozenset[str]
@@ -352,7 +352,7 @@ class Emitter:
 def expand(tensor: TensorParam, index: tuple[Expr, ...]) -> Iterable[tuple[int, Expr]]:
     """(dimension of the argument, index) with the dense layout's request dimension before `iq` and `j`."""
     k = 0
-    for dim, x in zip(tensor.dims, index):
+    for dim, x in zip(tensor.dims, index, strict=True):
         if dim in ("iq", "j"):
             yield k, Leaf("b")
             k += 1

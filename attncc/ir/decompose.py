@@ -100,7 +100,7 @@ def decompose(v: Variant) -> Logits:
     unit, score = _take_unit(split, {core: f for core, f in terms.items() if core not in row})
     unit_expr = simplify_expr(unit.expr())
     shift = split.expr(_scaled(row, LOG2E))
-    return Logits(unit_expr, sign(unit_expr) >= 0, simplify_expr(split.expr(score)), simplify_expr(shift))
+    return Logits(unit_expr, sign(unit_expr) == 1, simplify_expr(split.expr(score)), simplify_expr(shift))
 
 
 def _take_unit(split: _Splitter, terms: Sum) -> tuple[Factor, Sum]:

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from .functors import feature_of, shift_of, sink_of
-from .layout import FAR, coords, element, mma_values, quad, row_elems
+from .layout import coords, element, mma_values, quad, row_elems
 
 LN2 = math.log(2.0)
 BAR_STORE = 8  # named barriers 8.. : one a consumer warpgroup
@@ -56,7 +56,6 @@ def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, tile, lse, c_in:
 def store_lse(lse: cute.Pointer, values, env, row0: Int32, c_in: Int32):
     """[B, qo_len, num_qo_heads], where the caller wants it."""
     if lse.toint() != 0:
-        L = cute.make_tensor(lse, cute.make_layout((FAR,)))
         for i in cutlass.range_constexpr(2):
             r = row0 + 8 * i
             if (c_in == 0) & (r < env.qo_len):

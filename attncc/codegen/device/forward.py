@@ -10,14 +10,12 @@ Parts, each replaceable: schedule.py (which tiles, which blocks), kv_source.py (
 (the variant), softmax.py, epilogue.py.  `p` is a codegen.config.KernelConfig, `fn` the generated functor module.
 """
 
-import math
-
 from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -87,8 +85,8 @@ def block_of(p, tags, slot, item, step, c_in) -> Block:
     """The block of keys that a step of an item visits; its scores lie in `slot`."""
     if p.contiguous:
         n = item.end - 1 - step
-        masked = n >= item.clear_end
-        return Block(n * p.tile_kv + c_in, (n < item.clear_begin) | masked if p.masks_below else masked)
+        # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
+        return Block(n * p.tile_kv + c_in, Uint32(n - item.clear_begin) >= Uint32(item.clear_count))
     tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
     return Block((tag >> 1) * p.tile_kv + c_in, (tag & 1) != 0)
 
@@ -145,6 +143,10 @@ def consume(
     issue_scores(p, acc_s, rQ[None, None, None, w], rK[None, None, None, 0])
     pass_turn(p, w)
     while live:
+        following = item
+        if const_expr(p.early_item):
+            it, iph = advance(item_ring.stages, it, iph)
+            following = take(item_ring, items, it, iph, lead)
         env = Env(item.b, item.h, item.h // outer.group_size, *outer[3:])
         i0, _ = positions(p, env, item.m)
         row0 = (item.m * p.warpgroups + w) * 64 + r_in
@@ -179,8 +181,9 @@ def consume(
                 rescale(O, p.tile_vo, state.grow)
             settle(P, Pn, zero)
         # ---- the last product, and the first scores of the next tile
-        it, iph = advance(item_ring.stages, it, iph)
-        following = take(item_ring, items, it, iph, lead)
+        if const_expr(not p.early_item):
+            it, iph = advance(item_ring.stages, it, iph)
+            following = take(item_ring, items, it, iph, lead)
         release(q_ring, qs * p.warpgroups + w, lead)
         qs, qph = advance(p.q_stages, qs, qph)
         cute.arch.mbarrier_wait(v_ring.full + vs, vph)

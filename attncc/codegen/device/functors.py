@@ -92,11 +92,13 @@ def row_values(p, fn, env, hd, row):
     return Row(fn.row(env, hd, i, iq), i, iq, lo, hi)
 
 
-def visible(p, fn, tile: Tile, i: int, cl, j):
-    """Does key j exist for row i of the thread?"""
+def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
+    """Does key col0 + off exist for row i of the thread?"""
     row = tile.rows[i]
-    if p.contiguous:
-        return (j < row.hi) & (j >= row.lo) if p.masks_below else j < row.hi
+    if p.contiguous:  # offsets are immediates: one comparison a bound
+        below_end = row.hi - col0 > off
+        return below_end & (row.lo - col0 <= off) if p.masks_below else below_end
+    j = col0 + off
     return (j < tile.env.kv_len) & fn.mask(tile.env, tile.hd, row.rw, cl, row.i, j)
 
 

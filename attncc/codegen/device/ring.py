@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32
 
 
 class Ring:
-    """`stages` full barriers, then as many empty ones.  Users keep (slot, phase): readers start at phase 0, writers at 1."""
+    """`stages` full barriers, then as many empty ones.  Users keep (slot, phase): readers start at 0, writers at 1."""
 
     def __init__(self, barriers, stages: int):
         self.full, self.empty, self.stages = barriers, barriers + stages, stages

@@ -1,8 +1,8 @@
 """Who computes which tile, and which blocks of keys it visits.
 
 One warp deals work items into a ring in shared memory; the producers and consumers read them.  An item is eight
-words: query tile, head, request, live, then the blocks of keys to visit [begin, end) and, of those, the ones that
-need no mask [clear_begin, clear_end).  Where the mask leaves holes, the blocks are chosen one by one (`Walk`) and
+words: query tile, head, request, live, then the blocks of keys to visit [begin, end), the first of those that need no
+mask, and how many there are of these.  Where the mask leaves holes, the blocks are chosen one by one (`Walk`) and
 the item carries only their number, as [0, count).
 """
 
@@ -54,7 +54,7 @@ def contiguous_blocks(p, fn, env, m):
     begin = cutlass.select_(some, lo // p.tile_kv, Int32(0))
     end = cutlass.select_(some, (hi + p.tile_kv - 1) // p.tile_kv, Int32(1))
     clear_begin = (clear_lo + p.tile_kv - 1) // p.tile_kv
-    return begin, end, clear_begin, cutlass.max(clear_hi, 0) // p.tile_kv
+    return begin, end, clear_begin, cutlass.max(cutlass.max(clear_hi, 0) // p.tile_kv - clear_begin, 0)
 
 
 # ------------------------------------------------------------------------------------- masks with holes
@@ -122,16 +122,16 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
             env.num_qo_heads,
         )
         here = Env(b, h, h // env.group_size, *env[3:])
-        begin, end, clear_begin, clear_end = Int32(0), Int32(1), Int32(0), Int32(0)
+        begin, end, clear_begin, clear_count = Int32(0), Int32(1), Int32(0), Int32(0)
         if const_expr(p.contiguous):
-            begin, end, clear_begin, clear_end = contiguous_blocks(p, fn, here, m)
+            begin, end, clear_begin, clear_count = contiguous_blocks(p, fn, here, m)
         else:
             end = cutlass.max(count_blocks(p, fn, here, m), 1)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)
         if lane == 0:
             at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
             at[0], at[1], at[2], at[3] = m, h, b, Int32(live)
-            at[4], at[5], at[6], at[7] = begin, end, clear_begin, clear_end
+            at[4], at[5], at[6], at[7] = begin, end, clear_begin, clear_count
             cute.arch.mbarrier_arrive(ring.full + slot)
         slot, phase = advance(ring.stages, slot, phase)
         if const_expr(p.dynamic):
@@ -157,7 +157,7 @@ class Item(NamedTuple):
     begin: Any
     end: Any
     clear_begin: Any
-    clear_end: Any
+    clear_count: Any
 
 
 def take(ring, items, slot, phase, lead) -> Item:

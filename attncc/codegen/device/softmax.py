@@ -46,7 +46,7 @@ def chains(op, vals, k: int):
     for j, v in enumerate(vals[k:]):
         acc[j % k] = op(acc[j % k], v)
     while len(acc) > 1:
-        acc = [op(a, b) for a, b in zip(acc[::2], acc[1::2])] + ([acc[-1]] if len(acc) % 2 else [])
+        acc = [op(a, b) for a, b in zip(acc[::2], acc[1::2], strict=False)] + ([acc[-1]] if len(acc) % 2 else [])
     return acc[0]
 
 
@@ -78,7 +78,7 @@ def hide(p, fn, S, tile, col0):
     cls = columns(p, fn, tile, col0)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
-            seen = visible(p, fn, tile, i, cls[e[2], e[1]], col0 + (8 * e[2] + e[1]))
+            seen = visible(p, fn, tile, i, cls[e[2], e[1]], col0, 8 * e[2] + e[1])
             S[e] = cutlass.select_(seen, S[e], Float32(NEG_INF))
 
 
@@ -87,9 +87,9 @@ def touch(p, fn, S, tile, col0, unit, masked: bool):
     cls = columns(p, fn, tile, col0)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
-            cl, j = cls[e[2], e[1]], col0 + (8 * e[2] + e[1])
-            seen = visible(p, fn, tile, i, cl, j) if masked else True
-            y = score_of(fn, tile, i, cl, S[e], j, seen) * unit
+            cl, off = cls[e[2], e[1]], 8 * e[2] + e[1]
+            seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
+            y = score_of(fn, tile, i, cl, S[e], col0 + off, seen) * unit
             S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
 
 
@@ -184,9 +184,9 @@ def put_weights(p, fn, S, P, tile, col0, masked: bool):
         for i in range(2):
             w = []
             for c in range(2):
-                j = col0 + (8 * n + c)
-                seen = visible(p, fn, tile, i, cls[n, c], j) if masked else True
-                y = score_of(fn, tile, i, cls[n, c], S[i, c, n], j, seen)
+                cl, off = cls[n, c], 8 * n + c
+                seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
+                y = score_of(fn, tile, i, cl, S[i, c, n], col0 + off, seen)
                 w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)
             P[2 * n + i] = pack(p, w[0], w[1])
 

@@ -107,12 +107,12 @@ class SimulatedDriver:
             self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], seed=self.seed
         )
         self.machine.launch()
-        if tickets.data[:8].any():
+        if tickets.bytes.any():
             raise Fault("the kernel leaves its tickets other than zero")
         collect(values["map_o"], out_address)  # type: ignore[arg-type]
         if lse is not None:
             lse.read("f4", (lse.size // 4,))  # complains of what was not written
-            process_memory(lse.base, lse.size)[:] = lse.data[: lse.size]
+            process_memory(lse.base, lse.size)[:] = lse.bytes
 
     def tensor(self, memory: GlobalMemory, name: str, raw: bytes) -> TensorMap:
         """A map's tensor, copied to memory of its own: only TMA reaches it."""
@@ -144,5 +144,5 @@ def collect(out: TensorMap, address: int) -> None:
     if missing.size:
         first = dict(zip("bhsd", missing[0].tolist(), strict=True))
         raise Fault(f"{len(missing)} of {at.size} elements of the output were never written, the first at {first}")
-    mask = written[: segment.size].astype(bool)
-    process_memory(address, segment.size)[mask] = segment.data[: segment.size][mask]
+    mask = written.astype(bool)
+    process_memory(address, segment.size)[mask] = segment.bytes[mask]

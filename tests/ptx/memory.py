@@ -29,29 +29,36 @@ def _aligned(ins: Instr, addresses: np.ndarray, width: int) -> None:
 # ------------------------------------------------------------------------------------- global
 @dataclass(eq=False)
 class Segment:
-    """One allocation.  `written` None: all of it has a value."""
+    """One allocation.  `written` None: all of it has a value.  The bytes begin `base % 8` into `data`, so that aligned
+    addresses are aligned in the views of wider words."""
 
     name: str
     base: int
     size: int
-    data: np.ndarray  # u1, padded to 16
+    data: np.ndarray
     written: np.ndarray | None
     writable: bool
 
     def __post_init__(self):
-        self.views = {w: self.data.view(UNSIGNED[w]) for w in UNSIGNED}
+        self.origin = self.base - self.base % 8
+        self.views = {w: self.data[: self.data.size // w * w].view(UNSIGNED[w]) for w in UNSIGNED}
+
+    @property
+    def bytes(self) -> np.ndarray:
+        lead = self.base - self.origin
+        return self.data[lead : lead + self.size]
 
     def read(self, dtype, shape) -> np.ndarray:
         """All of it, copied.  Raises Fault where an element was never written."""
-        if self.written is not None and not self.written[: self.size].all():
-            missing = np.flatnonzero(self.written[: self.size] == 0)
+        if self.written is not None and not self.written.all():
+            missing = np.flatnonzero(self.written == 0)
             item = np.dtype(dtype).itemsize
             first = np.unravel_index(int(missing[0]) // item, shape)
             raise Fault(
                 f"{self.name}: {len(missing) // item} of {self.size // item} elements were never written, "
                 f"the first at {tuple(int(i) for i in first)}"
             )
-        return self.data[: self.size].view(dtype).reshape(shape).copy()
+        return self.bytes.view(dtype).reshape(shape).copy()
 
 
 class GlobalMemory:
@@ -77,16 +84,19 @@ class GlobalMemory:
         return segment
 
     def put(self, name: str, array: np.ndarray, writable: bool = False, base: int | None = None) -> Segment:
-        """A copy of the array, every byte valid, at an address of ours or at `base`."""
+        """Bytes that all have a value, at an address of ours or at `base`: a copy, unless read-only and aligned."""
         flat = np.ascontiguousarray(array).reshape(-1).view("u1")
-        data = np.zeros((flat.size + 15) // 16 * 16, "u1")
-        data[: flat.size] = flat
+        lead = 0 if base is None else base % 8
+        if not writable and not lead:
+            return self._add(name, flat.size, flat, None, False, base)
+        data = np.zeros(lead + flat.size, "u1")
+        data[lead:] = flat
         return self._add(name, flat.size, data, None, writable, base)
 
     def empty(self, name: str, size: int, base: int | None = None) -> Segment:
         """`size` bytes that must be written before they are read."""
-        padded = (size + 15) // 16 * 16
-        return self._add(name, size, np.full(padded, 0xFF, "u1"), np.zeros(padded, "u1"), True, base)
+        lead = 0 if base is None else base % 8
+        return self._add(name, size, np.full(lead + size, 0xFF, "u1"), np.zeros(size, "u1"), True, base)
 
     def find(self, ins: Instr, low: int, high: int) -> Segment | None:
         """The allocation that holds [low, high), None if `low` alone is in one."""
@@ -117,7 +127,7 @@ class GlobalMemory:
         out = np.empty(addresses.size, UNSIGNED[width])
         for segment, lanes in self._parts(ins, addresses, width):
             at = addresses if lanes is None else addresses[lanes]
-            index = (at - segment.base) >> SHIFT[width]
+            index = (at - segment.origin) >> SHIFT[width]
             if segment.written is not None and not segment.written[at - segment.base].all():
                 raise ins.fault(f"global memory of {segment.name!r} is read before it is written")
             out[slice(None) if lanes is None else lanes] = segment.views[width][index]
@@ -129,7 +139,7 @@ class GlobalMemory:
             at, value = (addresses, values) if lanes is None else (addresses[lanes], values[lanes])
             if not segment.writable:
                 raise ins.fault(f"{segment.name!r} is read-only")
-            segment.views[width][(at - segment.base) >> SHIFT[width]] = value
+            segment.views[width][(at - segment.origin) >> SHIFT[width]] = value
             if segment.written is not None:
                 for k in range(width):
                     segment.written[at - segment.base + k] = 1

@@ -26,6 +26,7 @@ class KernelConfig:
     v_stages: int
     q_stages: int
     turns: bool  # consumers take turns to issue their products
+    early_item: bool  # the next work item is read while there is time, where there are registers for it
     dynamic: bool  # tiles from an atomic counter, else dealt back and forth
     # what the variant is like
     scan: str
@@ -36,7 +37,6 @@ class KernelConfig:
     score: str  # "dot": the score is the dot product; "linear": rises with it, so -inf stays -inf; "any"
     score_loads: bool  # a score reads memory lane by lane
     unit_positive: bool
-    early_item: bool  # the next item is read while there is time, where there are registers for it
     epilogue: bool
     epilogue_sums: int
 
@@ -95,22 +95,22 @@ SHAPES: dict[int, tuple[int, int, int, int]] = {
 }
 
 
-import os
-EARLY=bool(os.environ.get('EARLY'))
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
     """The kernel for a specialised, simplified variant."""
     ranges, logits = tile_ranges(variant), decompose(variant)
     tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
     mask = variant.mask != Const(True, BOOL)
+    contiguous = ranges.may is None and ranges.must is None
+    masks_below = not starts_at_zero(ranges)
+    score = kind_of_score(logits)
     return KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
-        turns=True, dynamic=mask,
-        scan=variant.scan.kind, sink=variant.scan.sink is not None, mask=mask,
-        contiguous=ranges.may is None and ranges.must is None,
-        masks_below=not starts_at_zero(ranges),
-        score=kind_of_score(logits), score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
-        early_item=EARLY, epilogue=variant.epilogue != Leaf("o"),
+        turns=True, dynamic=mask, early_item=contiguous and not masks_below and score == "dot",
+        scan=variant.scan.kind, sink=variant.scan.sink is not None,
+        mask=mask, contiguous=contiguous, masks_below=masks_below,
+        score=score, score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
+        epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ def reference(
     from attncc.ir.reference import Reference
 
     chosen = _choose(variants(source), variant, _source(source))
-    taken = {"bf16": torch.bfloat16, "f16": torch.float16}.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    taken: Any = {"bf16": torch.bfloat16, "f16": torch.float16}.get(dtype, dtype)
     return Reference(
         chosen, head_dim=head_dim, head_dim_vo=head_dim_vo, dtype=taken, const=const,
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
@@ -225,7 +225,7 @@ def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: An
     for name, value in dims.items():
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
-        if value % 8 or not 8 <= value <= MAX_HEAD_DIM:
+        if int(value) % 8 or not 8 <= int(value) <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a multiple of 8 from 8 to {MAX_HEAD_DIM}, found {value}")
     if str(dtype) not in DTYPES:
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16 (or 'bf16', 'f16'), found {dtype}")

@@ -49,10 +49,10 @@ class Driver:
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver
+            import cuda.bindings.driver as cu
 
-            self._cu = driver
-            self._check("cuInit", driver.cuInit(0))
+            self._cu: Any = cu
+            self._check("cuInit", cu.cuInit(0))
         except ImportError as e:
             raise CudaError("import cuda.bindings", "missing", f"{e}; install cuda-bindings") from None
         except RuntimeError as e:
@@ -67,7 +67,7 @@ class Driver:
         )
         self._contexts: dict[int, Any] = {}
         self._lock = threading.Lock()
-        self._version = int(self._check("cuDriverGetVersion", driver.cuDriverGetVersion()))
+        self._version = int(self._check("cuDriverGetVersion", self._cu.cuDriverGetVersion()))
 
     def _check(self, call: str, result: tuple) -> Any:
         """The payload of a cuda.bindings result; CudaError unless it says success."""

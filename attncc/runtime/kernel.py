@@ -210,6 +210,8 @@ class _Results:
 class _Nothing:
     """A call without rows: empty results, no launch."""
 
+    requires_grad = False
+
     def __init__(self, results: _Results):
         self._results = results
 
@@ -222,30 +224,29 @@ class _Nothing:
 class _Copies:
     """A call with tensors that the kernel can't address: through contiguous copies of those."""
 
+    requires_grad = False
+
     def __init__(self, kernel: Kernel, unfit: frozenset[str]):
         self._kernel, self._unfit = kernel, unfit
 
     def call(self, tensors, scalars, out, lse, return_lse):
-        unfit = self._unfit
-        names = ("q", "k", "v")
-        fit = [
-            t.clone(memory_format=torch.contiguous_format) if n in unfit else t
-            for n, t in zip(names, tensors[:3], strict=True)
-        ]
-        own_lse = lse is not None and "lse" in unfit
-        made = self._kernel._run(
-            fit + tensors[3:], scalars, None if "out" in unfit else out, None if own_lse else lse, return_lse or own_lse
+        named = {"q": tensors[0], "k": tensors[1], "v": tensors[2], "out": out, "lse": lse}
+        copies = {n: named[n].clone(memory_format=torch.contiguous_format) for n in self._unfit}
+        fit = {**named, **copies}
+        results = self._kernel._run(
+            [fit["q"], fit["k"], fit["v"], *tensors[3:]], scalars, fit["out"], fit["lse"], return_lse
         )
-        made_out, made_lse = made if isinstance(made, tuple) else (made, lse)
-        if "out" in unfit:
-            made_out = out.copy_(made_out)
-        if own_lse:
-            made_lse = lse.copy_(made_lse)
-        return (made_out, made_lse) if return_lse else made_out
+        for name in copies.keys() & {"out", "lse"}:
+            named[name].copy_(copies[name])
+        made_out, made_lse = results if return_lse else (results, None)
+        out, lse = made_out if out is None else out, made_lse if lse is None else lse
+        return (out, lse) if return_lse else out
 
 
 class _Launch:
     """A call that launches: everything but pointers, scalars and the stream is in place."""
+
+    requires_grad = False
 
     def __init__(self, kernel: Kernel, device: _Device, binding: launch.Binding, results: _Results, empty_kv: bool):
         spec = kernel._spec

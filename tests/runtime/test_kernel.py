@@ -230,6 +230,17 @@ def test_an_encoding_that_fails_for_another_reason_is_an_error(driver):
         Kernel(artifact(), driver)(*qkv())
 
 
+def test_inference_mode_and_normal_calls_share_a_binding(driver):
+    kernel = Kernel(artifact(), driver)
+    inputs = qkv()
+    with torch.inference_mode():
+        kernel(*inputs)
+    out = kernel(*inputs, return_lse=True)[0]
+    assert not out.is_inference()
+    with torch.inference_mode():
+        assert kernel(*inputs, return_lse=True)[1].is_inference()
+
+
 # ---------------------------------------------------------------------- nothing to do, nothing to see
 
 

@@ -98,7 +98,8 @@ def _excerpt(line: str, at: Span) -> list[str]:
         length = min(length, _WIDTH - first)
     text = "".join(c if c.isprintable() else " " for c in text)
     marked = sum(map(_columns, text[first : first + length])) or 1
-    return ["    " + text.rstrip(), "    " + " " * sum(map(_columns, text[:first].ljust(first))) + "^" + "~" * (marked - 1)]
+    before = sum(map(_columns, text[:first].ljust(first)))
+    return ["    " + text.rstrip(), "    " + " " * before + "^" + "~" * (marked - 1)]
 
 
 def _columns(char: str) -> int:

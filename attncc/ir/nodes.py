@@ -109,10 +109,15 @@ class Node:
 
     def __hash__(self) -> int:
         known = "_hash"
-        if known not in self.__dict__:
-            for x in objects(self):  # type: ignore[arg-type]
-                if known not in x.__dict__:
-                    x.__dict__[known] = hash((head(x), *(k.__dict__[known] for k in children(x))))
+        todo: list = [] if known in self.__dict__ else [self]
+        while todo:  # only what has no hash yet: nodes are mostly made from hashed ones
+            x = todo[-1]
+            waiting = [k for k in children(x) if known not in k.__dict__]
+            if waiting:
+                todo += waiting
+            else:
+                x.__dict__[known] = hash((head(x), *(k.__dict__[known] for k in children(x))))
+                todo.pop()
         return self.__dict__[known]
 
     def __getstate__(self) -> dict:

@@ -130,7 +130,7 @@ class _Printer:
                 yield (
                     line
                     if self.file is None or x.span == NOWHERE
-                    else (f"{line:<{COMMENT_COLUMN}}# {self.file}:{x.span.line}")
+                    else (f"{line + '  ':<{COMMENT_COLUMN}}# {self.file}:{x.span.line}")
                 )
 
     def operand(self, x: Expr) -> str:

@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/basedpyright
 
 test: lint
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 -m "not gpu" $(ARGS)
 
 prebuild: $(STAMP)
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(BIN)/python tests/gpu/prebuild.py
@@ -48,7 +48,7 @@ prebuild: $(STAMP)
 # PYTHON_GPU: an interpreter that has torch with CUDA, cuda-bindings, lark and pytest; kernels come from the cache.
 PYTHON_GPU ?= $(BIN)/python
 test-gpu: prebuild
-	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) -m pytest tests/gpu -m gpu $(ARGS)
+	ATTNCC_REQUIRE_GPU=1 ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) -m pytest tests/gpu -m gpu $(ARGS)
 
 bench: prebuild
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/forward.py

@@ -204,10 +204,10 @@ def _check_names(variants: Sequence[Variant], given: dict[str, object], option: 
 
 @contextmanager
 def argument_errors() -> Iterator[None]:
-    """ValueError and TypeError of compiler and runtime are messages for the user: they name the argument."""
+    """What compiler, runtime and reference raise for bad arguments is a message for the user: it names the argument."""
     try:
         yield
-    except (ValueError, TypeError) as e:
+    except (ValueError, TypeError, IndexError, ZeroDivisionError) as e:
         raise click.ClickException(str(e)) from e
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -110,20 +111,25 @@ def show(results: Sequence[Result]) -> int:
     built = [r for r in results if r.manifest is not None]
     if built:
         table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("kernel")
+        table.add_column("kernel", no_wrap=True)
         for title in ("tile", "stages", "registers", "shared memory", "spilled bytes", "build time"):
-            table.add_column(title, justify="right")
+            table.add_column(title, justify="right", no_wrap=True)
         for r in built:
             assert r.manifest is not None
             for name, kernel in r.manifest["kernels"].items():
                 table.add_row(
                     r.job.name if name == "forward" else f"{r.job.name} {name}",
-                    f"{kernel['tile_q']}×{kernel['tile_kv']}", str(kernel["stages"]), str(kernel["registers"]),
+                    f"{kernel['tile_q']}×{kernel['tile_kv']}", _stages(kernel["stages"]), str(kernel["registers"]),
                     f"{kernel['smem']:,}", str(kernel["spill_bytes"]), f"{kernel['build_seconds']:.1f} s",
                 )  # fmt: skip
-        Console(highlight=False).print(table)
+        Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(table)
         click.echo("".join(f"{r.job.name} -> {r.job.output}\n" for r in built), nl=False)
     for r in results:
         if r.error is not None:
             click.echo(f"{r.job.name}: not built\n{r.error}", err=True)
     return 0 if len(built) == len(results) else 1
+
+
+def _stages(stages: int | list[int]) -> str:
+    """Slots of the rings for Q, K and V, or of one ring for all."""
+    return str(stages) if isinstance(stages, int) else "/".join(map(str, stages))

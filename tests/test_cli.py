@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -272,7 +272,7 @@ def test_a_failed_build_keeps_the_others(monkeypatch: pytest.MonkeyPatch, capsys
     """The table shows what was built, stderr what wasn't, whatever the compiler raised for it."""
     from attncc import compiler
 
-    kernel = {"tile_q": 128, "tile_kv": 128, "stages": 2, "registers": 168, "smem": 230_400, "spill_bytes": 0,
+    kernel = {"tile_q": 128, "tile_kv": 128, "stages": [2, 2, 2], "registers": 168, "smem": 230_400, "spill_bytes": 0,
               "build_seconds": 1.25}  # fmt: skip
 
     def build_artifact(source: Source, output: str, *, variant: str) -> dict[str, object]:
@@ -285,7 +285,8 @@ def test_a_failed_build_keeps_the_others(monkeypatch: pytest.MonkeyPatch, capsys
     jobs = [parallel_build.Job(source, f"out/{name}", {"variant": name}) for name in ("bad", "good")]
     assert parallel_build.show(parallel_build.build_all(jobs, 1)) == 1
     shown = capsys.readouterr()
-    assert "good    128×128       2        168        230,400              0       1.2 s" in shown.out
+    row = next(line for line in shown.out.splitlines() if line.startswith("good "))
+    assert row.split() == ["good", "128×128", "2/2/2", "168", "230,400", "0", "1.2", "s"]
     assert shown.err == "bad: not built\nkernel spills 8 bytes\n"
 
 
@@ -309,11 +310,13 @@ def test_explain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arguments, target", [(["check", GEMMA], 0.4), (["show", GEMMA, "--stage", "py"], 0.6)])
 def test_cold_start(arguments: list[str], target: float) -> None:
-    """Best of three, against three times the target: the machine that runs this may be busy with other tests."""
+    """Seconds of processor time, best of three, against twice the target: on an idle machine they are the wall clock's,
+    and a machine that is busy with other tests doesn't stretch them as much."""
     command = [str(Path(sys.executable).with_name("attncc")), *arguments]
     found = []
     for _ in range(3):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True)
-        found.append(time.perf_counter() - start)
-    assert min(found) < 3 * target, found
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(found) < 2 * target, found

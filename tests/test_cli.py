@@ -80,7 +80,7 @@ def test_check_shows_every_error_on_stderr_and_goes_on(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     latin = tmp_path / "latin.attn"
-    latin.write_bytes(b"attention caf\xe9():\n    mask = j <= i\n")
+    latin.write_bytes(b"attention \xe9():\n    mask = j <= i\n")
     empty = tmp_path / "empty.attn"
     empty.write_text("")
     result = attncc("check", str(tmp_path / "none.attn"), str(tmp_path), str(latin), str(empty), code=1)

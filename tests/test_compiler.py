@@ -164,7 +164,7 @@ def test_a_variant_is_chosen_by_name(builds):
     assert attncc.compile(TWO, variant="right", head_dim=64).variant == "right"
     for name, says in (
         (None, "variant: expected one of left, right, since <string> has several, found none"),
-        ("rigth", "variant: expected one of left, right, as in <string>, found 'rigth'; did you mean 'right'?"),
+        ("rihgt", "variant: expected one of left, right, as in <string>, found 'rihgt'; did you mean 'right'?"),
     ):
         for call in (attncc.compile, attncc.reference):
             with pytest.raises(ValueError) as e:

@@ -23,6 +23,7 @@ from attncc.runtime.workspace import Workspace
 
 MAX_BINDINGS = 1024
 MISALIGNED = ALIGNMENT - 1
+KINDS = [("dense", dtype, "forward") for dtype in check.DTYPES]
 
 
 class Kernel:
@@ -43,6 +44,9 @@ class Kernel:
 
     def __init__(self, artifact: Artifact, driver: Any = None):
         self.manifest: Mapping[str, Any] = artifact.manifest
+        kind = (self.manifest["layout"], self.manifest["dtype"], *sorted(self.manifest["kernels"]))
+        if kind not in KINDS:
+            raise ValueError(f"artifact {artifact.path}: {', '.join(kind)}: not a kind of kernel that this attncc runs")
         self._entry = self.manifest["kernels"]["forward"]
         self._cubin = artifact.cubins["forward"]
         self._driver = driver

@@ -410,3 +410,11 @@ def test_a_manifest_that_this_runtime_cannot_serve_is_refused(driver, change, sa
     made.manifest["kernels"]["forward"]["params"][1].update(change)
     with pytest.raises(ValueError, match=says):
         Kernel(made, driver)
+
+
+@pytest.mark.parametrize("change", [{"layout": "paged"}, {"dtype": "e4m3"}, {"kernels": {}}])
+def test_a_kind_of_kernel_that_this_runtime_does_not_know_is_refused(driver, change):
+    made = artifact()
+    made.manifest.update(change)
+    with pytest.raises(ValueError, match="not a kind of kernel that this attncc runs"):
+        Kernel(made, driver)

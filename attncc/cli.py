@@ -207,7 +207,7 @@ def argument_errors() -> Iterator[None]:
     """What compiler, runtime and reference raise for bad arguments is a message for the user: it names the argument."""
     try:
         yield
-    except (ValueError, TypeError, IndexError, ZeroDivisionError) as e:
+    except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as e:
         raise click.ClickException(str(e)) from e
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,21 +31,21 @@ class Result:
     """What became of a job: the artifact's manifest, or what to tell the user."""
 
     job: Job
-    seconds: float
     manifest: dict[str, Any] | None = None
     error: str | None = None
 
 
 def build_one(job: Job) -> Result:
-    """Build in this process.  Errors that are the user's come back as text; others propagate."""
+    """Build in this process.  Whatever goes wrong comes back as text, so that the other jobs go on: the message where
+    it is meant for users, the whole traceback where it isn't."""
     from attncc import compiler
 
-    start = time.perf_counter()
     try:
-        manifest = compiler.build_artifact(job.source, job.output, **job.options)
-    except (AttnError, ValueError, TypeError) as e:
-        return Result(job, time.perf_counter() - start, error=str(e))
-    return Result(job, time.perf_counter() - start, dict(manifest))
+        return Result(job, dict(compiler.build_artifact(job.source, job.output, **job.options)))
+    except (AttnError, ValueError, TypeError, RuntimeError, ImportError, OSError) as e:
+        return Result(job, error=str(e))
+    except Exception:
+        return Result(job, error=f"an error of attncc itself:\n{traceback.format_exc()}")
 
 
 def build_all(jobs: Sequence[Job], processes: int | None = None) -> list[Result]:
@@ -73,7 +73,13 @@ def _in_processes(jobs: Sequence[Job], processes: int, advance: Callable[[str, i
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for future in done:
                 advance(futures[future].name, 1)
-    return [future.result() for future in futures]
+    return [_result(future, job) for future, job in futures.items()]
+
+
+def _result(future: Future[Result], job: Job) -> Result:
+    """A job's result, also where its process died (killed for memory, say)."""
+    error = future.exception()
+    return future.result() if error is None else Result(job, error=f"the process that built it died: {error}")
 
 
 class _progress:

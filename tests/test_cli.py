@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -272,22 +273,37 @@ def test_a_failed_build_keeps_the_others(monkeypatch: pytest.MonkeyPatch, capsys
     """The table shows what was built, stderr what wasn't, whatever the compiler raised for it."""
     from attncc import compiler
 
+    errors = {"bad": RuntimeError("kernel spills 8 bytes"), "worse": KeyError("lost")}
     kernel = {"tile_q": 128, "tile_kv": 128, "stages": [2, 2, 2], "registers": 168, "smem": 230_400, "spill_bytes": 0,
               "build_seconds": 1.25}  # fmt: skip
 
     def build_artifact(source: Source, output: str, *, variant: str) -> dict[str, object]:
-        if variant == "bad":
-            raise ValueError("kernel spills 8 bytes")
+        if variant in errors:
+            raise errors[variant]
         return {"kernels": {"forward": kernel}}
 
     monkeypatch.setattr(compiler, "build_artifact", build_artifact)
     source = Source("x.attn", "")
-    jobs = [parallel_build.Job(source, f"out/{name}", {"variant": name}) for name in ("bad", "good")]
+    jobs = [parallel_build.Job(source, f"out/{name}", {"variant": name}) for name in ("bad", "good", "worse")]
     assert parallel_build.show(parallel_build.build_all(jobs, 1)) == 1
     shown = capsys.readouterr()
     row = next(line for line in shown.out.splitlines() if line.startswith("good "))
     assert row.split() == ["good", "128×128", "2/2/2", "168", "230,400", "0", "1.2", "s"]
-    assert shown.err == "bad: not built\nkernel spills 8 bytes\n"
+    assert shown.err.startswith("bad: not built\nkernel spills 8 bytes\nworse: not built\nan error of attncc itself:\n")
+    assert shown.err.endswith("KeyError: 'lost'\n\n")
+
+
+class Lethal:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> tuple[object, tuple[int]]:
+        return os._exit, (1,)
+
+
+def test_a_build_process_that_dies_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [parallel_build.Job(Source("x.attn", ""), "out", {"variant": Lethal()}) for _ in range(2)]
+    assert parallel_build.show(parallel_build.build_all(jobs, 2)) == 1
+    assert "the process that built it died" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------- explain

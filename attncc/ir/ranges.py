@@ -65,7 +65,8 @@ class TileRanges:
 
 def tile_ranges(v: Variant) -> TileRanges:
     """The tile ranges of a variant's mask (and domain, of which nothing is known)."""
-    mask = whole_mask(v)
+    share = Interner()
+    mask = share(whole_mask(v))
     reads = Reads(v, mask)
     clauses = Clauses(reads)
     shown, unknown = regions(clauses.of(mask, True), reads)
@@ -73,7 +74,6 @@ def tile_ranges(v: Variant) -> TileRanges:
     lo, hi, may, contiguous = _visible_keys(shown)
     clear_lo, clear_hi, must = _clear_keys(_informed(hidden))
     unknown = tuple(dict.fromkeys(unknown + unknown_too))
-    share = Interner()
     lo, hi, clear_lo, clear_hi = map(share, (lo, hi, clear_lo, clear_hi))
     may, must = (e and share(e) for e in (may, must))
     return TileRanges(lo, hi, clear_lo, clear_hi, may, must, contiguous and not unknown, unknown)

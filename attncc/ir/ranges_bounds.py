@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import reduce
 
-from attncc.ir.nodes import I32, Expr, Leaf, Load, Op, leaves, make, transform
+from attncc.ir.nodes import I32, Expr, Leaf, Load, Op, leaves, transform
 from attncc.ir.ranges_clauses import AtMost, Reads
 from attncc.ir.ranges_exprs import (
     LIMIT,
@@ -25,6 +25,7 @@ from attncc.ir.ranges_exprs import (
     least,
     linear,
     lt,
+    make,
     mod,
     most,
     multiple,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeGuard
 
-from attncc.ir.nodes import BOOL, I32, Const, Domain, Expr, Leaf, Load, Op, Variant, children, make, objects, transform
+from attncc.ir.nodes import BOOL, I32, Const, Domain, Expr, Leaf, Load, Op, Variant, children, objects, transform
 from attncc.ir.ranges_exprs import (
     FALSE,
     TRUE,
@@ -22,6 +22,7 @@ from attncc.ir.ranges_exprs import (
     le,
     linear,
     lt,
+    make,
     rebuilt,
     sub,
     total,

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, cached_property, lru_cache, partial, reduce
 
-from attncc.ir.nodes import BOOL, I32, INDICES, SIZES, TILE, Const, Expr, Leaf, Op, leaves, make, transform
+from attncc.ir import nodes
+from attncc.ir.nodes import BOOL, I32, INDICES, SIZES, TILE, Const, Expr, Leaf, Op, leaves, transform
 
 POSITION = 2**27  # |i|, j, sizes, b, h, g stay below
 LIMIT = 2**28  # beyond any position and any distance: a bound of ±LIMIT says nothing
@@ -22,6 +23,10 @@ Span = tuple[int, int]
 Fact = tuple[Expr, Expr]  # (x, y): x <= y is known
 
 
+make = lru_cache(2**14)(nodes.make)  # equal nodes become one object, which compares fast
+
+
+@cache
 def number(value: int) -> Const:
     return Const(value, I32)
 
@@ -59,15 +64,19 @@ class Linear:
     def plus(self, value: int) -> Linear:
         return Linear(self.terms, self.constant + value)
 
+    @cached_property
+    def coefficients(self) -> dict[Expr, int]:
+        return dict(self.terms)
+
     def of(self, term: Expr) -> int:
-        return dict(self.terms).get(term, 0)
+        return self.coefficients.get(term, 0)
 
     @property
     def single(self) -> bool:
         """Is it one term as it stands: a value that no arithmetic here can wrap?"""
         return self.constant == 0 and len(self.terms) == 1 and self.terms[0][1] == 1
 
-    @property
+    @cached_property
     def span(self) -> Span:
         """Between which integers the sum lies, before any wrap."""
         low = high = self.constant
@@ -170,7 +179,7 @@ def pick(op: str, xs: Iterable[Expr], facts: Sequence[Fact] = ()) -> Expr:
         if any(_beats(op, k, x, facts) for k in kept):
             continue
         kept = [k for k in kept if not _beats(op, x, k, facts)] + [x]
-    return reduce(lambda x, y: make(op, x, y), kept)
+    return reduce(partial(make, op), kept)
 
 
 def _beats(op: str, x: Expr, y: Expr, facts: Sequence[Fact]) -> bool:
@@ -222,7 +231,7 @@ def _join(op: str, neutral: Const, cs: Iterable[Expr]) -> Expr:
             return c
         if c != neutral and c not in kept:
             kept.append(c)
-    return reduce(lambda x, y: make(op, x, y), kept) if kept else neutral
+    return reduce(partial(make, op), kept) if kept else neutral
 
 
 def both(*cs: Expr) -> Expr:
@@ -302,7 +311,9 @@ def _span_of(op: str, args: list[Span]) -> Span:
 
 I0, I1, J0, J1, KV = (Leaf(n) for n in ("i0", "i1", "j0", "j1", "kv_len"))
 LAST = shift(KV, -1)
-ORDER: tuple[Fact, ...] = ((I0, I1), (J0, J1), (I1, LAST), (J1, LAST), (Leaf("i"), LAST), (Leaf("j"), LAST))
+ORDER = [
+    linear(y) - linear(x) for x, y in ((I0, I1), (J0, J1), (I1, LAST), (J1, LAST), (Leaf("i"), LAST), (Leaf("j"), LAST))
+]
 
 
 def proved(x: Expr, y: Expr, facts: Sequence[Fact] = (), by: int = 0) -> bool:
@@ -310,22 +321,29 @@ def proved(x: Expr, y: Expr, facts: Sequence[Fact] = (), by: int = 0) -> bool:
     if x == y:
         return by <= 0
     a, b = linear(x), linear(y)
-    return a.exact and b.exact and _nonnegative((b - a).plus(-by), (*ORDER, *facts), depth=4)
-
-
-def _nonnegative(d: Linear, facts: Sequence[Fact], depth: int) -> bool:
-    if d.span[0] >= 0:
-        return True
-    if depth == 0 or not d.terms:
+    if not (a.exact and b.exact):
         return False
-    for weaker in _weaken(d):
-        if all(_nonnegative(w, facts, depth - 1) for w in weaker):
+    d = (b - a).plus(-by)
+    return d.span[1] >= 0 and _Proof([*ORDER, *(linear(v) - linear(u) for u, v in facts)]).nonnegative(d, 4)
+
+
+class _Proof:
+    """A search, given up after some steps, for why a linear form is not below 0."""
+
+    def __init__(self, known: Sequence[Linear]):
+        self.known = known  # none of them is below 0
+        self.steps = 40
+
+    def nonnegative(self, d: Linear, depth: int) -> bool:
+        if d.span[0] >= 0:
             return True
-    for x, y in facts:  # what remains of d beyond a known y - x >= 0
-        known = linear(y) - linear(x)
-        if any(d.of(t) * c > 0 for t, c in known.terms) and _nonnegative(d - known, facts, depth - 1):
+        self.steps -= 1
+        if depth == 0 or not d.terms or self.steps < 0:
+            return False
+        if any(all(self.nonnegative(w, depth - 1) for w in weaker) for weaker in _weaken(d)):
             return True
-    return False
+        helpful = (k for k in self.known if any(d.of(t) * c > 0 for t, c in k.terms))
+        return any(self.nonnegative(d - k, depth - 1) for k in helpful)
 
 
 def _weaken(d: Linear) -> Iterator[tuple[Linear, ...]]:
@@ -372,7 +390,7 @@ def rebuilt(e: Expr) -> Expr:
         return times(*args)
     if args[0].type == I32 and e.op in _BUILDERS:
         return _BUILDERS[e.op](*args)
-    return _LOGIC[e.op](*args) if e.op in _LOGIC else e
+    return _LOGIC[e.op](*args) if e.op in _LOGIC else make(e.op, *args)
 
 
 _BUILDERS = {"floordiv": floordiv, "mod": mod, "min": least, "max": most, "le": le, "lt": lt}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from attncc.ir.nodes import BOOL, I32, Const, Expr, Leaf, Load, Op, leaves, make, objects
+from attncc.ir.nodes import BOOL, I32, Const, Expr, Leaf, Load, Op, leaves, objects
 from attncc.ir.ranges_bounds import KEY, ROW, Bound, solve, tame
 from attncc.ir.ranges_clauses import AtMost, Clause, Literal, Reads, Residue, Test, joined, parts
 from attncc.ir.ranges_exprs import (
@@ -34,6 +34,7 @@ from attncc.ir.ranges_exprs import (
     least,
     linear,
     lt,
+    make,
     mod,
     most,
     multiple,

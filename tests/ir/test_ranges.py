@@ -2,75 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from mask_tiles import HUGE, SIZES, check, dense, variant
 
 from attncc import frontend
 from attncc.diagnostics import Source
-from attncc.ir.nodes import Variant
-from attncc.ir.ranges import TileRanges, tile_ranges
-from attncc.ir.ranges_eval import evaluate
-
-HUGE = 2**31 - 1
-SIZES = [(1, 1), (5, 5), (9, 9), (4, 9), (9, 4), (1, 7), (7, 1)]
-
-
-def variant(mask: str, scalars: str = "", *tensors: str) -> Variant:
-    lines = [f"attention under_test({scalars}):", *(f"    tensor {t}" for t in tensors), f"    mask = {mask}", ""]
-    return frontend.load(Source("test.attn", "\n".join(lines)))[0]
-
-
-def rectangles(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last index of every run of 0..n-1."""
-    first, last = np.triu_indices(n)
-    return first, last
-
-
-def dense(v: Variant, qo_len: int, kv_len: int, values: Mapping[str, Any]) -> np.ndarray:
-    """The mask, cell by cell."""
-    i = np.arange(qo_len)[:, None] + kv_len - qo_len
-    at = {"i": i, "iq": np.arange(qo_len)[:, None], "j": np.arange(kv_len)[None, :], "b": 0, "h": 0, "g": 0}
-    cells = evaluate(v.mask, {**at, "qo_len": qo_len, "kv_len": kv_len}, values)
-    return np.broadcast_to(cells, (qo_len, kv_len))
-
-
-def check(v: Variant, r: TileRanges, cells: np.ndarray, values: Mapping[str, Any], exact: bool) -> None:
-    """Every rectangle of rows and keys."""
-    qo_len, kv_len = cells.shape
-    sums = np.zeros((qo_len + 1, kv_len + 1), int)
-    sums[1:, 1:] = cells.cumsum(0).cumsum(1)
-    (r0, r1), (j0, j1) = (x[:, None] for x in rectangles(qo_len)), (x[None, :] for x in rectangles(kv_len))
-    visible = sums[r1 + 1, j1 + 1] - sums[r0, j1 + 1] - sums[r1 + 1, j0] + sums[r0, j0]
-    size = (r1 - r0 + 1) * (j1 - j0 + 1)
-    shift = kv_len - qo_len
-    at = {"i0": r0 + shift, "i1": r1 + shift, "j0": j0, "j1": j1, "b": 0, "h": 0, "g": 0}
-    at |= {"qo_len": qo_len, "kv_len": kv_len}
-    lo, hi, clear_lo, clear_hi = (evaluate(e, at, values) for e in (r.lo, r.hi, r.clear_lo, r.clear_hi))
-    empty = (lo >= hi) | (j1 < lo) | (j0 >= hi)
-    full = (j0 >= clear_lo) & (j1 < clear_hi)
-    if r.may is not None:
-        empty |= ~evaluate(r.may, at, values)
-    if r.must is not None:
-        full |= evaluate(r.must, at, values)
-    assert not (empty & (visible > 0)).any(), "a visible cell in a tile called empty"
-    assert not (full & (visible < size)).any(), "a hidden cell in a tile called full"
-    if exact:
-        assert empty[visible == 0].all(), "an empty tile is not called so"
-        assert full[visible == size].all(), "a full tile is not called so"
-    if r.contiguous:
-        check_rows(r, cells, values)
-
-
-def check_rows(r: TileRanges, cells: np.ndarray, values: Mapping[str, Any]) -> None:
-    qo_len, kv_len = cells.shape
-    row = {"i": np.arange(qo_len)[:, None] + kv_len - qo_len, "j": np.arange(kv_len)[None, :]}
-    row |= {"b": 0, "h": 0, "g": 0, "qo_len": qo_len, "kv_len": kv_len}
-    lo, hi = (evaluate(e, row, values) for e in r.row())
-    assert (((lo <= row["j"]) & (row["j"] < hi)) == cells).all(), "a row's keys are not its range"
+from attncc.ir.nodes import objects
+from attncc.ir.ranges import tile_ranges
+from attncc.ir.ranges_eval import EMPTY, FULL, PARTIAL, evaluate, tile_map
 
 
 @dataclass(frozen=True)
@@ -160,3 +105,223 @@ def test_exact(name):
                 i, j = np.arange(qo_len)[:, None] + kv_len - qo_len, np.arange(kv_len)[None, :]
                 assert (cells == np.broadcast_to(k.formula(i, j, **values), cells.shape)).all()
             check(v, r, cells, values, exact=True)
+
+
+EXTREMES = (-HUGE - 1, -HUGE, -5, 0, 3, 2**28, HUGE - 3, HUGE)
+WITH_ANY_SCALARS = (
+    "i - w < j <= i",
+    "i - w < j",
+    "i - w <= j <= i + y",
+    "i + w > j",
+    "j + w > i and j - y <= i",
+    "abs(i - j) <= w",
+    "j - i + w >= 0",
+    "i + w < j + y",
+    "j < w or i >= y",
+    "j - w < 0",
+    "w < j and j <= y",
+    "j <= i and (j < w or i - y < j)",
+    "i // w == j // w",
+    "i // w <= j // y",
+    "(i // w + 1) * w > j",
+    "i % w == j % w",
+    "j % w < y",
+    "(i - j) % w == y",
+    "j * w <= i + y",
+    "max(i, w) < min(j, y)",
+    "abs(i - w) < j + y",
+    "(i if j < w else y) < j",
+)
+
+
+@pytest.mark.parametrize("mask", WITH_ANY_SCALARS)
+def test_sound_for_any_scalar(mask):
+    """Sums with a scalar wrap; a row's range follows them exactly where it is called contiguous."""
+    v = variant(mask, "w: i32, y: i32" if "y" in mask else "w: i32")
+    r = tile_ranges(v)
+    divides = "//" in mask or "%" in mask
+    for w in EXTREMES:
+        for y in EXTREMES if "y" in mask else (1,):
+            if not divides or (w and y):
+                values = {"w": w, "y": y}
+                for sizes in ((5, 5), (3, 6), (6, 3)):
+                    check(v, r, dense(v, *sizes, values), values, exact=False)
+
+
+@pytest.mark.parametrize("mask", ["i - w < j <= i", "0 <= i - j <= w", "abs(i - j) <= w"])
+def test_endless_window(mask):
+    """The largest window there is shows all that it may, and needs no mask code but at the diagonal."""
+    v = variant(mask, "w: i32")
+    check(v, tile_ranges(v), dense(v, 9, 9, {"w": HUGE}), {"w": HUGE}, exact=True)
+
+
+# -------------------------------------------------------------------------------------------------- look-ups
+def sorted_runs(n: int, values: int = 3):
+    """Every non-decreasing sequence of n of the first `values` integers."""
+    for cuts in itertools.combinations_with_replacement(range(n + 1), values - 1):
+        yield np.searchsorted(cuts, np.arange(n), side="right")
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "j <= i and doc[b, i] == doc[b, j]",
+        "doc[b, i] == doc[b, j] and j <= i",
+        "doc[b, j] <= doc[b, i]",
+        "doc[b, j] <= doc[b, i] or j <= i",
+    ],
+)
+def test_sorted_documents(mask):
+    v = variant(mask, "", "doc[b, pos]: i32 sorted")
+    r = tile_ranges(v)
+    assert not r.unknown
+    guarded = mask.startswith("j <= i")
+    for qo_len, kv_len in [(1, 1), (6, 6), (3, 7), (1, 5), *([(7, 3)] if guarded else [])]:
+        for doc in sorted_runs(kv_len):
+            values = {"doc": doc[None]}
+            check(v, r, dense(v, qo_len, kv_len, values), values, exact=True)
+
+
+def test_documents_in_a_window_are_sound_and_mostly_exact():
+    v = variant("i - w < j <= i and doc[b, i] == doc[b, j]", "w: i32", "doc[b, pos]: i32 sorted")
+    r = tile_ranges(v)
+    for w in (0, 1, 2, 4, HUGE):
+        for doc in sorted_runs(6):
+            values = {"w": w, "doc": doc[None]}
+            check(v, r, dense(v, 6, 6, values), values, exact=w in (0, 1, HUGE))
+
+
+def test_rows_that_start_where_a_tensor_says():
+    """Packed documents by the start of each: a run of keys for each row."""
+    v = variant("start[b, i] <= j <= i", "", "start[b, pos]: i32 sorted")
+    r = tile_ranges(v)
+    assert r.contiguous and r.may is None and r.must is None
+    for start in sorted_runs(6, 4):
+        for values in ({"start": start[None]}, {"start": 2 * start[None] - 1}):
+            cells = dense(v, 6, 6, values)
+            check(v, r, cells, values, exact=bool((np.diff(start) <= 1).all() and cells.any(1).all()))
+
+
+def test_order_of_a_tensor_that_is_not_sorted_is_unknown():
+    v = variant("j <= i and doc[b, i] == doc[b, j]", "", "doc[b, pos]: i32")
+    r = tile_ranges(v)
+    assert [str(e) for e in r.unknown] == ["eq(doc[b, i], doc[b, j])"]
+    assert r.may is None and r.must is None  # causal is all that is known
+    for doc in itertools.product(range(2), repeat=4):
+        values = {"doc": np.array(doc)[None]}
+        check(v, r, dense(v, 4, 4, values), values, exact=False)
+
+
+def test_sorted_words_are_not_sorted_integers():
+    """A u32 reads as an i32 of the same bits: large ones are negative."""
+    assert tile_ranges(variant("word[j] <= 5", "", "word[j]: u32 sorted")).unknown
+    assert not tile_ranges(variant("word[j] <= 5", "", "word[j]: i32 sorted")).unknown
+
+
+@pytest.mark.parametrize("prefix", [-7, 0, 2, 5, 9, -HUGE - 1, HUGE])
+def test_prefix_of_the_request(prefix):
+    v = variant("j < prefix[b] or j <= i", "", "prefix[b]: i32")
+    r = tile_ranges(v)
+    assert r.contiguous and r.may is None and r.must is None
+    for sizes in SIZES:
+        values = {"prefix": np.array([prefix])}
+        check(v, r, dense(v, *sizes, values), values, exact=True)
+
+
+TREE = "t < 0 or bit(ancestors[iq, t // 32], t % 32)"
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 5, 8])
+def test_tree_verify(prefix):
+    """The committed prefix is full; of the draft's own keys nothing is known."""
+    v = variant(TREE.replace("t", "(j - prefix[b])", 1).replace(" t ", " (j - prefix[b]) "), "", "prefix[b]: i32",
+                "ancestors[iq, w]: u32")  # fmt: skip
+    r = tile_ranges(v)
+    assert r.may is None and r.must is None
+    for qo_len, kv_len in ((3, 8), (5, 5), (1, 6)):
+        words = np.arange(qo_len * 2).reshape(qo_len, 2) * 2654435761 % 2**32
+        values = {"prefix": np.array([min(prefix, kv_len)]), "ancestors": words}
+        cells = dense(v, qo_len, kv_len, values)
+        check(v, r, cells, values, exact=False)
+        sizes = {"i0": kv_len - qo_len, "i1": kv_len - 1, "b": 0, "kv_len": kv_len}
+        assert evaluate(r.clear_hi, sizes, values) == min(prefix, kv_len)
+
+
+# ------------------------------------------------------------------------------------------------------ the whole
+def test_reads_are_guarded():
+    """A table that only guarded cells may read is read for those alone, whatever the tile."""
+    masks = (
+        "i >= 2 and i < 6 and table[i - 2] <= j",
+        "j <= i and block[j // 2] <= block[i // 2]",
+        "i < 0 or block[i // 2] == 0",
+        "i % 2 == 1 and table[i] <= j",  # what a remainder guards is given up
+        "flag and table[w] <= j",
+        "w >= 0 and w < 4 and j <= table[w]",
+    )
+    for mask in masks:
+        v = variant(mask, "w: i32, flag: bool", "table[4]: i32 sorted", "block[n]: i32 sorted")
+        r = tile_ranges(v)
+        for w, flag in ((0, True), (3, True), (7, False), (-1, False)):
+            values = {"w": w, "flag": flag, "table": np.array([0, 1, 1, 3]), "block": np.array([0, 0, 1, 2])}
+            for sizes in ((6, 6), (7, 3), (2, 5)):
+                try:
+                    cells = dense(v, *sizes, values)
+                except IndexError:
+                    continue
+                check(v, r, cells, values, exact=False)
+
+
+def test_domain_is_not_ignored():
+    v = frontend.load(Source("topk.attn", """attention topk():
+    tensor sel[iq, n]: i32
+    domain = blocks(sel[iq, :], size = 16)
+    mask = j <= i
+"""))[0]  # fmt: skip
+    r = tile_ranges(v)
+    assert [str(e) for e in r.unknown] == ["sel[iq, floordiv(j, 16)]"]
+    assert r.hi == tile_ranges(replace(v, domain=None)).hi
+    assert not r.contiguous and r.must is None
+    at = {"i0": 0, "i1": 63, "kv_len": 64}
+    assert evaluate(r.clear_lo, at, {}) >= evaluate(r.clear_hi, at, {})
+
+
+def test_large_masks_stay_small():
+    """Cases within cases are cut off; what is left is sound."""
+    many = " or ".join(f"(i + {n} < j and j % {n + 2} == 1)" for n in range(20))
+    deep = "max(i, min(j, max(i - 1, min(j + 2, max(i - 3, min(j + 4, max(i - 5, abs(i - j))))))))"
+    for mask in (many, f"not ({many})", f"{deep} < {deep.replace('i, ', 'j, ')}"):
+        v = variant(mask)
+        r = tile_ranges(v)
+        for e in (r.may, r.must):
+            assert e is None or sum(1 for _ in objects(e)) < 400
+        check(v, r, dense(v, 7, 7, {}), {}, exact=False)
+    r = tile_ranges(variant(f"j <= i and ({many})"))
+    assert r.unknown and str(r.hi) == "add(i1, 1)"
+
+
+def test_the_code_for_common_masks_is_short():
+    def code(mask: str, scalars: str = "", *tensors: str) -> list[str | None]:
+        r = tile_ranges(variant(mask, scalars, *tensors))
+        return [None if e is None else repr(e) for e in (r.lo, r.hi, r.clear_lo, r.clear_hi, r.may, r.must)]
+
+    assert code("j <= i") == ["0", "add(i1, 1)", "0", "add(i0, 1)", None, None]
+    assert code("i - 512 < j <= i") == ["sub(i0, 511)", "add(i1, 1)", "sub(i1, 511)", "add(i0, 1)", None, None]
+    assert code("j <= i and i // 64 == j // 64") == [
+        "mul(floordiv(i0, 64), 64)", "add(i1, 1)", "mul(floordiv(i1, 64), 64)",
+        "add(i0, 1)", None, None]  # fmt: skip
+    assert code("j <= i and doc[b, i] == doc[b, j]", "", "doc[b, pos]: i32 sorted")[4:] == [
+        "and(le(j0, i1), le(doc[b, max(i0, j0)], doc[b, min(j1, i1)]))",
+        "and(lt(j1, add(i0, 1)), le(doc[b, i1], doc[b, j0]))"]  # fmt: skip
+
+
+def test_map_of_tiles():
+    v = variant("i - w < j <= i", "w: i32")
+    assert tile_map(v, 8, 8, 2, 2, {"w": 4}).tolist() == [
+        [PARTIAL, EMPTY, EMPTY, EMPTY],
+        [FULL, PARTIAL, EMPTY, EMPTY],
+        [PARTIAL, FULL, PARTIAL, EMPTY],
+        [EMPTY, PARTIAL, FULL, PARTIAL],
+    ]
+    assert tile_map(v, 5, 7, 4, 3, {"w": 100}).tolist() == [[FULL, PARTIAL, EMPTY], [FULL, FULL, FULL]]
+    with pytest.raises(KeyError, match="w"):
+        tile_map(v, 8, 8, 2, 2, {})

@@ -63,8 +63,8 @@ class Reference:
 
         Returns out [B, qo_len, num_qo_heads, head_dim_vo]; with `return_lse` also lse [B, qo_len, num_qo_heads]
         (natural log); where the variant emits also, last, a dict of the emitted tensors.  Raises ValueError and
-        TypeError for a bad argument, IndexError for a tensor read out of range, ZeroDivisionError for an integer
-        division by zero, the last two only in a lane that nothing hides.
+        TypeError for a bad argument, and in a lane that nothing hides OutOfRange (an IndexError) for a tensor read out
+        of range, DivisionByZero (a ZeroDivisionError) for an integer division by zero; both are ValueErrors.
         """
         return self._run(layouts.dense(q, k, v, self.sizes), return_lse, params)
 
@@ -206,7 +206,7 @@ class _Heads:
         o = (self._by_kv_head(weights) @ self.v_finite).view(shape)
         for j in self.unusual:
             term = self.v[:, j : j + 1] - self.v_finite[:, j : j + 1]  # [g, 1, head_dim_vo], 0 where it is finite
-            term = torch.where(term == 0, 0.0, self._by_kv_head(weights[:, :, j : j + 1]) * term).view(shape)
+            term = (self._by_kv_head(weights[:, :, j : j + 1]) * term).view(shape)
             o = o + torch.where(visible[:, :, j : j + 1], term, 0.0)
         return o
 

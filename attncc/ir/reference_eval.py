@@ -25,6 +25,15 @@ from attncc.ir.nodes import Const, Expr, Leaf, Load, Op, Param, Rope, TensorPara
 if TYPE_CHECKING:
     from attncc.ir.reference_layout import Request
 
+
+class OutOfRange(IndexError, ValueError):
+    """A tensor is read out of range in a lane that nothing hides: names the tensor, the index and the position."""
+
+
+class DivisionByZero(ZeroDivisionError, ValueError):
+    """An integer is divided by zero in a lane that nothing hides: names the position."""
+
+
 Value = tuple[Tensor, "Tensor | None"]
 I32_MIN, I32_MAX = -(2**31), 2**31 - 1
 
@@ -65,8 +74,7 @@ class Lanes:
     def checked(self, e: Expr, lanes: Tensor | None = None) -> Tensor:
         """The value of `e`, three or four axes, broadcastable over the chunk.
 
-        Raises IndexError for a tensor read out of range, ZeroDivisionError for an integer division by zero, in a lane
-        where `lanes` (None: every lane of the value) is true.
+        Raises OutOfRange or DivisionByZero for a lane where `lanes` (None: every lane of the value) is true.
         """
         value, fault = self.value(e)
         if fault is not None:
@@ -78,7 +86,7 @@ class Lanes:
         if lanes is not None:
             fault = fault & (lanes.unsqueeze(-1) if fault.ndim > lanes.ndim else lanes)
         if fault.any():
-            raise self._blame(e, tuple(int(x) for x in fault.nonzero()[0]))
+            raise self._blame(e, tuple(int(x) for x in fault.nonzero()[0]), AXES if lanes is not None else AXES[:-1])
 
     def value(self, e: Expr) -> Value:
         """The value of `e` and its fault, unchecked; hidden lanes hold anything."""
@@ -194,7 +202,7 @@ class Lanes:
             cos, sin = torch.cos(pos * freq) * magnitude, torch.sin(pos * freq) * magnitude
         return rotate(x, cos, sin, dims, e.style), fault
 
-    def _blame(self, e: Expr, at: tuple[int, ...]) -> Exception:
+    def _blame(self, e: Expr, at: tuple[int, ...], axes: tuple[str, ...]) -> Exception:
         """The error of the node that is at fault in lane `at`, found by following what that lane evaluates."""
         while True:
             kids = children(e)
@@ -207,18 +215,20 @@ class Lanes:
             fault = self.value(e)[1]
             if fault is not None and fault.ndim > len(at):
                 at = (*at, int(_pick(fault, at).nonzero()[0]))
-        where = " ".join(f"{name}={int(_pick(self.leaves[name], at))}" for name in AXES if name in self.leaves)
+        where = " ".join(f"{name}={int(_pick(self.leaves[name], at))}" for name in axes if name in self.leaves)
         line = f", line {e.span.line}" if e.span.line else ""
         if isinstance(e, Op):
-            return ZeroDivisionError(f"integer division by zero at {where}{line}")
-        reads = {str(e.cos): (e.pos,), str(e.sin): (e.pos,)} if isinstance(e, Rope) else {e.tensor: e.index}
+            return DivisionByZero(f"integer division by zero at {where}{line}")
+        reads: dict[str, tuple[Expr, ...]] = {e.tensor: e.index} if isinstance(e, Load) else {}
+        if isinstance(e, Rope):
+            reads = {str(e.cos): (e.pos,), str(e.sin): (e.pos,)}
         for name, index in reads.items():
             data, taken = self.call.tensors[name], 0
             for k, (space, x) in enumerate(zip(self.call.params[name].dims, index, strict=False)):
                 n, i = self.length(space, data.shape[taken]), int(_pick(self.value(x)[0], at).flatten()[0])
                 if not 0 <= i < n:
                     text = f"tensor {name!r} is read out of range: index {k} ({space}) is {i}, not in 0…{n - 1}"
-                    return IndexError(f"{text}, at {where}{line}")
+                    return OutOfRange(f"{text}, at {where}{line}")
                 taken += self.request.axes(space)
         raise AssertionError("a fault without a cause")
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import formulas
 import torch
 
+torch.set_num_threads(1)  # tensors are tiny: with more, threads wait for each other (11 ms a product on a busy machine)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -209,6 +211,10 @@ CASES = [
     ),
     rope_case(
         "rope_yarn", "1e4, scaling = yarn(4.0, 64)", LONG, inv_freq=YARN, magnitude=0.1 * math.log(4.0) + 1
+    ),
+    rope_case(
+        "rope_yarn_far", "1e4, scaling = yarn(40.0, 4096)", inv_freq=formulas.frequencies_yarn(1e4, 16, 40.0, 4096),
+        magnitude=0.1 * math.log(40.0) + 1,
     ),
     rope_case(
         "rope_yarn_given", "1e6, dims = 8, style = interleaved, scaling = yarn(4.0, 64, 16, 2, attention_factor = 1.5)",

@@ -173,7 +173,7 @@ def test_rows_before_the_first_position():
         run = oracle(f"attention t():\n    tensor w[pos]: f32\n    {slot}\n    mask = j <= i\n")
         assert run(*ones(qo_len=4, kv_len=6), w=table).isfinite().all()
         with pytest.raises(
-            IndexError, match=r"tensor 'w' .* index 0 \(pos\) is -2, not in 0…7, at b=0 h=0 g=0 iq=0 i=-2"
+            IndexError, match=r"tensor 'w' .* index 0 \(pos\) is -2, not in 0…7, at b=0 h=0 g=0 iq=0 i=-2, line 3"
         ):
             run(*ones(qo_len=6, kv_len=4), w=table)
 
@@ -182,8 +182,8 @@ def test_nothing_is_read_where_nothing_exists():
     text = """
 attention t():
     tensor w[n]: f32
-    f_k = k * w[j]
-    f_v = v * w[j]
+    f_k = k * w[g]
+    f_v = v * w[g]
     f_logits = s + w[i]
     mask = w[i] < 1.0
 """
@@ -245,6 +245,11 @@ def test_extreme_logits():
     )
 
 
+def test_sink_far_above_the_logits():
+    out, lse = oracle("attention t():\n    scan = softmax(sink = 5000.0)\n")(*ones(kv_len=2), return_lse=True)
+    assert not out.any() and lse.item() == 5000
+
+
 def test_scan_none_has_no_lse():
     run = oracle("attention t():\n    mask = j < 2\n    scan = none\n")
     out = run(*ones(kv_len=3))
@@ -268,6 +273,8 @@ attention t():
     with pytest.raises(IndexError, match="tensor 'keep'"):
         oracle(text.replace("i < 2 and ", ""))(q, k, v, sel=torch.tensor([[2]] * 4, dtype=torch.int32), keep=keep)
     assert run(q[:, :2], k[:, :2], v[:, :2], sel=chosen, keep=keep).isfinite().all()
+    short = torch.zeros(4, 1, dtype=torch.int32)  # selects keys 0 and 1 alone
+    assert oracle(text.replace("i < 2 and ", ""))(q, k, v, sel=short, keep=keep[:2]).isfinite().all()
     with pytest.raises(IndexError, match=r"tensor 'sel' is read out of range: index 0 \(n\) is 1, not in 0…0"):
         run(q[:, :2], k[:, :2], v[:, :2], sel=chosen[:1], keep=keep)
     late = oracle(text.replace("i < 2 and ", "iq < 1 and "))

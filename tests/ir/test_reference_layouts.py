@@ -35,7 +35,7 @@ def data_of(case: Case, v):
 
 
 def joined(v, parts) -> dict:
-    """The parameters of one ragged call: rows one after another, `b` stacked, other dimensions padded to the longest."""
+    """The parameters of one ragged call: rows one after another, `b` stacked, the rest padded to the longest."""
     params = dict(parts[0][3])
     for t in v.tensors:
         if not {"b", "iq", "j"} & set(t.dims):

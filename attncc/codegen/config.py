@@ -100,7 +100,7 @@ def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) 
     ranges, logits = tile_ranges(variant), decompose(variant)
     tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
     mask = variant.mask != Const(True, BOOL)
-    contiguous = ranges.may is None and ranges.must is None
+    contiguous = ranges.contiguous
     masks_below = not starts_at_zero(ranges)
     score = kind_of_score(logits)
     return KernelConfig(

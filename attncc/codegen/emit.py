@@ -374,9 +374,11 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
     m.in_score = False
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
-    m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage))
+    # neither stands under `seen`: a row may see no key at all, and a block may reach past kv_len
+    unseen = Guards(checked=True)
+    m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage, unseen))
     stage = m.cell("mask", ("i", "j"), all_below)
-    m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(variant.mask, stage))
+    m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(variant.mask, stage, unseen))
     if variant.scan.sink is not None:
         base2 = Op("mul", (variant.scan.sink, Const(math.log2(math.e), F32)), F32)
         m.function("sink(x, hd, rw, i)", stage := m.cell("sink", ("i",), (m.head, m.row)), m.value(base2, stage))

@@ -15,7 +15,7 @@ It relies on: |i|, j, sizes and head numbers below 2**27; i1 <= kv_len - 1 and 0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from attncc.ir.nodes import Expr, Interner, Leaf, Op, Variant
@@ -63,11 +63,12 @@ class TileRanges:
         return substitute(self.lo, at), substitute(self.hi, at)
 
 
-def tile_ranges(v: Variant) -> TileRanges:
-    """The tile ranges of a variant's mask (and domain, of which nothing is known)."""
+def tile_ranges(v: Variant, *, without: Collection[str] = ()) -> TileRanges:
+    """The tile ranges of a variant's mask (and domain, of which nothing is known).  Tensors named in `without` are not
+    read: what the mask asks of them counts as unknown."""
     share = Interner()
     mask = share(whole_mask(v))
-    reads = Reads(v, mask)
+    reads = Reads(v, mask, without)
     clauses = Clauses(reads)
     shown, unknown = regions(clauses.of(mask, True), reads)
     hidden, unknown_too = regions(clauses.of(mask, False), reads)

@@ -6,7 +6,7 @@ holds is among them: a part that is too large to spread out is left out of its c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeGuard
@@ -90,9 +90,13 @@ def negated(x: Literal) -> Literal | None:
 class Reads:
     """Which loads may be evaluated where: a load under a guard may read out of range where the guard says no."""
 
-    def __init__(self, v: Variant, mask: Expr):
+    def __init__(self, v: Variant, mask: Expr, without: Collection[str] = ()):
         self.tensors = {t.name: t for t in v.tensors}
         self.always = set(_unguarded(mask))  # read for every row and key there is
+        self.without = without  # tensors that nothing may be asked of
+
+    def known(self, e: Expr) -> bool:
+        return not self.without or not any(isinstance(x, Load) and x.tensor in self.without for x in objects(e))
 
     def rising(self, load: Load) -> bool:
         """Do the values rise along the last index, all else fixed?"""
@@ -105,7 +109,8 @@ class Reads:
 
     def anywhere(self, e: Expr) -> bool:
         """May every load of `e` be evaluated for any row and key of a tile?"""
-        return all(x in self.always or self.in_range(x) for x in objects(e) if isinstance(x, Load))
+        loads = [x for x in objects(e) if isinstance(x, Load)]
+        return all(x.tensor not in self.without and (x in self.always or self.in_range(x)) for x in loads)
 
 
 def _fits(index: Expr, dim: str | int) -> bool:

@@ -14,6 +14,7 @@ from attncc.ir.nodes import Const, Expr, Leaf, Load, Op, Param, Variant
 from attncc.ir.ranges import TileRanges, tile_ranges
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
+TILES_AT_ONCE = 2**20  # bounds the memory that a map takes
 
 _UNARY = {
     "neg": np.negative, "abs": np.abs, "not": np.logical_not, "floor": np.floor, "exp": np.exp, "exp2": np.exp2,
@@ -92,24 +93,40 @@ def tile_map(
 ) -> np.ndarray:  # fmt: skip
     """The class of every tile: int8 [ceil(qo_len / tile_q), ceil(kv_len / tile_kv)] of EMPTY, PARTIAL and FULL.
 
-    `values`: every scalar and tensor that the ranges name; also `b`, `h`, `g`, `num_qo_heads` and other sizes, 0 and 1
-    where not given.  A dimension over `iq` or `j` is the request's own rows.  KeyError for a value that is not given.
+    `values`: the scalars that have no default, and tensors by name (one not given is unknown, so that tiles that
+    depend on it are PARTIAL); also `b`, `h`, `g` (0) and sizes such as `num_qo_heads` (1).  A dimension over `iq` or
+    `j` has the request's own rows.  `ranges`, where they are at hand, must do without the tensors that are not given.
+    ValueError for a scalar without a value, or for a tensor that is too small.
     """
-    ranges = ranges or tile_ranges(v)
-    first = kv_len - qo_len
-    i0 = np.arange(0, qo_len, tile_q)[:, None] + first
+    if ranges is None:
+        ranges = tile_ranges(v, without=[t.name for t in v.tensors if t.name not in values])
+    values = {**{p.name: p.default for p in v.scalars if p.default is not None}, **values}
+    i0 = np.arange(0, qo_len, tile_q)[:, None] + kv_len - qo_len
     j0 = np.arange(0, kv_len, tile_kv)[None, :]
+    at = {"i0": i0, "i1": np.minimum(i0 + tile_q, kv_len) - 1, "j0": j0, "j1": np.minimum(j0 + tile_kv, kv_len) - 1}
     sizes = dict.fromkeys(("head_dim_qk", "head_dim_vo", "group_size", "num_qo_heads", "num_kv_heads"), 1)
     fixed = {**dict.fromkeys("bhg", 0), **sizes, "qo_len": qo_len, "kv_len": kv_len}
-    leaves = {n: values.get(n, x) for n, x in fixed.items()}
-    i1, j1 = np.minimum(i0 + tile_q, kv_len) - 1, np.minimum(j0 + tile_kv, kv_len) - 1
-    leaves |= {"i0": i0, "i1": i1, "j0": j0, "j1": j1}
+    at |= {name: values.get(name, x) for name, x in fixed.items()}
+    result = np.empty((i0.size, j0.size), np.int8)
+    step = max(1, TILES_AT_ONCE // max(1, j0.size))
+    try:
+        for row in range(0, i0.size, step):
+            some = {name: x[row : row + step] if name in ("i0", "i1") else x for name, x in at.items()}
+            result[row : row + step] = _classes(ranges, some, values)
+    except KeyError as e:
+        raise ValueError(f"{e.args[0]}: expected a value for the mask's scalar, found none") from None
+    except IndexError as e:
+        raise ValueError(str(e)) from None
+    return result
 
-    def at(e: Expr | None, otherwise: bool) -> np.ndarray:
-        return np.asarray(otherwise) if e is None else evaluate(e, leaves, values)
 
-    lo, hi = (evaluate(e, leaves, values) for e in (ranges.lo, ranges.hi))
-    clear_lo, clear_hi = (evaluate(e, leaves, values) for e in (ranges.clear_lo, ranges.clear_hi))
-    seen = (lo < hi) & (j0 < hi) & (j1 >= lo) & at(ranges.may, True)
-    full = ((j0 >= clear_lo) & (j1 < clear_hi)) | at(ranges.must, False)
-    return np.where(full, FULL, np.where(seen, PARTIAL, EMPTY)).astype(np.int8)
+def _classes(r: TileRanges, at: Mapping[str, Any], values: Mapping[str, Any]) -> np.ndarray:
+    j0, j1 = at["j0"], at["j1"]
+    lo, hi, clear_lo, clear_hi = (evaluate(e, at, values) for e in (r.lo, r.hi, r.clear_lo, r.clear_hi))
+    seen = (lo < hi) & (j0 < hi) & (j1 >= lo)
+    full = (j0 >= clear_lo) & (j1 < clear_hi)
+    if r.may is not None:
+        seen = seen & evaluate(r.may, at, values)
+    if r.must is not None:
+        full = full | evaluate(r.must, at, values)
+    return np.where(full, FULL, np.where(seen, PARTIAL, EMPTY))

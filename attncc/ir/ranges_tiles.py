@@ -332,13 +332,14 @@ def region(clause: Clause, reads: Reads, facts: Sequence[Fact] = ()) -> Region |
     settled = r.tight  # do the literals so far hold in the cells whose ends are looked at?
     for x, bound in solved:
         safe = all(map(reads.anywhere, parts(x)))
+        known = all(map(reads.known, parts(x)))
         if bound is not None:
             found = TRUE
         elif isinstance(x, Test) and invariant(x.source) and safe:
             found = TRUE
             r.tests.append(x.source if x.holds else negate(x.source))
         else:
-            found = r.weigh(x) if safe or settled else None
+            found = r.weigh(x) if known and (safe or settled) else None
             settled = settled and found is not None and all(map(invariant, parts(x)))
         if found is None:
             r.unknown.append(x.source)

@@ -323,5 +323,17 @@ def test_map_of_tiles():
         [EMPTY, PARTIAL, FULL, PARTIAL],
     ]
     assert tile_map(v, 5, 7, 4, 3, {"w": 100}).tolist() == [[FULL, PARTIAL, EMPTY], [FULL, FULL, FULL]]
-    with pytest.raises(KeyError, match="w"):
+    with pytest.raises(ValueError, match="w: expected a value"):
         tile_map(v, 8, 8, 2, 2, {})
+
+
+def test_map_without_a_tensor():
+    """What depends on a tensor that is not given is partial; the rest of the mask still counts."""
+    v = variant("j <= i and doc[b, i] == doc[b, j]", "", "doc[b, pos]: i32 sorted")
+    assert tile_map(v, 4, 4, 2, 2, {}).tolist() == [[PARTIAL, EMPTY], [PARTIAL, PARTIAL]]
+    assert tile_map(v, 4, 4, 2, 2, {"doc": [[0, 0, 1, 1]]}).tolist() == [[PARTIAL, EMPTY], [EMPTY, PARTIAL]]
+    assert tile_map(v, 4, 4, 1, 1, {"doc": [[0, 0, 1, 1]]})[1].tolist() == [FULL, FULL, EMPTY, EMPTY]
+    with pytest.raises(ValueError, match="doc: index"):
+        tile_map(v, 4, 4, 2, 2, {"doc": [[0, 0, 1]]})
+    prefix = variant("j < prefix[b] or j <= i", "", "prefix[b]: i32")
+    assert tile_map(prefix, 4, 4, 2, 2, {}).tolist() == [[PARTIAL, PARTIAL], [FULL, PARTIAL]]

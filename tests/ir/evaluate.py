@@ -70,12 +70,12 @@ BINARY: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Evaluator:
-    """`values`: of leaves and parameters, by name, arrays [lanes] or [lanes, features].  `tensors`: arrays by name."""
+    """`values`: of leaves and parameters, by name, arrays [lanes] or [lanes, features].  `tensors`: arrays by name.
+    `chain`: integer powers by square and multiply, as the rewriter makes them, to the last bit."""
 
-    def __init__(
-        self, values: Mapping[str, Any], tensors: Mapping[str, np.ndarray], lanes: int, real: Any = np.float64
-    ):
-        self.values, self.tensors, self.lanes, self.real = values, tensors, lanes, real
+    def __init__(self, values: Mapping[str, Any], tensors: Mapping[str, Any], lanes: int, real: Any = np.float64,
+                 chain: bool = False):  # fmt: skip
+        self.values, self.tensors, self.lanes, self.real, self.chain = values, tensors, lanes, real, chain
         self.reads: set[tuple] = set()  # (tensor, lane, index, …)
 
     def __call__(self, e: Expr) -> np.ndarray:

@@ -7,6 +7,7 @@ strides is written when the binding is made; a call writes pointers, the first w
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,8 +93,9 @@ class Binding:
 
     def set_fields(self, fields: Mapping[str, int]) -> None:
         for name, value in fields.items():
-            if name in self._params:
-                self.cell(name).value = value
+            param = self._params.get(name)
+            if param is not None:
+                struct.pack_into("<i", self._raw, self._shift + param["offset"], value)
 
     def cell(self, name: str) -> Any:
         """A ctypes object over the parameter (over the address word of a tensor map); a spare one where the kernel

@@ -178,6 +178,17 @@ def test_rows_before_the_first_position():
             run(*ones(qo_len=6, kv_len=4), w=table)
 
 
+@pytest.mark.parametrize("use", ["w[h, e]", "sum(w[h, e])", "(w[h, e] if e > 1 else 0.0)"])
+def test_vector_reads_out_of_range(use):
+    run = oracle(f"attention t():\n    tensor w[h, n]: f32\n    epilogue = o * 0.0 + {use}\n")
+    want = {"w[h, e]": [1, 2, 3, 4], "sum(w[h, e])": [10] * 4}.get(use, [0, 0, 3, 4])
+    assert run(*ones(), w=torch.tensor([[1.0, 2, 3, 4]]))[0, 0, 0].tolist() == want
+    with pytest.raises(
+        IndexError, match=r"tensor 'w' is read out of range: index 1 \(n\) is 3, not in 0…2, at b=0 h=0"
+    ):
+        run(*ones(), w=torch.zeros(1, 3))
+
+
 def test_nothing_is_read_where_nothing_exists():
     text = """
 attention t():

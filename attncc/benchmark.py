@@ -43,7 +43,7 @@ def require_gpu() -> None:
 
 def rotated_rounds(calls: Mapping[str, Call], rounds: int = 3, milliseconds: int = 100) -> dict[str, list[float]]:
     """Milliseconds of each call, one figure a round: triton's do_bench median (it flushes the L2 between calls)."""
-    from triton.testing import do_bench  # pyright: ignore[reportMissingImports]  (comes with a CUDA torch)
+    from triton.testing import do_bench
 
     order = list(calls.items())
     found: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,8 +1,10 @@
-"""Goldens: expected texts in files beside their tests."""
+"""Goldens (expected texts in files beside their tests), and a kernel cache for one run of the tests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +26,13 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(encoding="utf-8")
 
     return check
+
+
+@pytest.fixture
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ATTNCC_CACHE_DIR is a directory that the processes of this run of the tests share, for tests that want a kernel
+    and don't mind who built it."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kernels"
+    monkeypatch.setenv("ATTNCC_CACHE_DIR", str(path))
+    return path

@@ -223,14 +223,8 @@ def test_without_a_gpu() -> None:
 # ---------------------------------------------------------------------------------------------------- build
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ATTNCC_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.mark.slow
-def test_build_several_in_processes(tmp_path: Path, cache: Path) -> None:
+def test_build_several_in_processes(tmp_path: Path, kernel_cache: Path) -> None:
     unbuildable = str(ROOT / "examples" / "llama31_rope.attn")
     out = tmp_path / "out"
     result = attncc("build", GEMMA, unbuildable, "-o", str(out), "--head-dim", "64", "-j", "2", code=1)
@@ -246,7 +240,7 @@ def test_build_several_in_processes(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.slow
-def test_build_one_goes_to_the_directory_itself(tmp_path: Path, cache: Path) -> None:
+def test_build_one_goes_to_the_directory_itself(tmp_path: Path, kernel_cache: Path) -> None:
     import attncc as package
 
     out = tmp_path / "one"
@@ -256,7 +250,7 @@ def test_build_one_goes_to_the_directory_itself(tmp_path: Path, cache: Path) -> 
 
 
 @pytest.mark.slow
-def test_show_ptx_and_sass(cache: Path) -> None:
+def test_show_ptx_and_sass(kernel_cache: Path) -> None:
     arguments = ["show", f"{CAUSAL}:causal", "--head-dim", "64", "--stage"]
     assert ".target sm_90a" in attncc(*arguments, "ptx").stdout
     assert "HGMMA" in attncc(*arguments, "sass").stdout

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,8 +83,7 @@ def test_reaches_a_module_or_is_refused_by_slot(path: Path, variant: Variant) ->
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").glob("*.py")), ids=name_of)
-def test_scripts_run(script: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "ATTNCC_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+def test_scripts_run(script: Path, tmp_path: Path, kernel_cache: Path) -> None:
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout and not run.stderr

@@ -32,7 +32,7 @@ def test_quoted_files_are_the_files() -> None:
 
 
 @pytest.mark.slow
-def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_cache: Path) -> None:
     """In order, sharing names, as a reader would type them.  Without a GPU each kernel is built all the same, and the
     reference stands in for it when it is called."""
     import torch
@@ -44,7 +44,6 @@ def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         assert build(source, **options).manifest["kernels"]["forward"]["spill_bytes"] == 0
         return attncc.reference(source, **options, compute_dtype=torch.float32)
 
-    monkeypatch.setenv("ATTNCC_CACHE_DIR", str(tmp_path / "cache"))
     if not on_gpu:
         monkeypatch.setattr(attncc, "compile", build_and_stand_in)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -57,11 +56,10 @@ def test_python_snippets_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_commands_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commands_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernel_cache: Path) -> None:
     import torch
 
     targets = set(re.findall(r"^\.PHONY:(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split())
-    monkeypatch.setenv("ATTNCC_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     for line in "".join(blocks("sh")).splitlines():

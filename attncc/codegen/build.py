@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 from .config import DSL_VERSION, KernelConfig, panel
-from .cubin import count_instructions, disassemble, ptx_parameters, read_cubin
+from .cubin import count_instructions, ptx_parameters, read_cubin
 from .emit import Emitted
 
 ARCH = "sm_90a"
@@ -68,15 +68,17 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
     names = (*FIXED_PARAMS, *emitted.params)
     entry, kinds, target = ptx_parameters(ptx)
     facts = read_cubin(cubin, entry)
-    sass = count_instructions(disassemble(cubin), "HGMMA", "UTMALDG", "LDL", "STL")
+    sass = count_instructions(cubin, entry)
     spilled = facts.frame_bytes + 4 * (sass["LDL"] + sass["STL"])
     check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass)
     row = lambda rows, tile: {"box": [panel(tile), rows, 1, 1], "swizzle": 3 if panel(tile) == 64 else 2}  # noqa: E731
+    params = [{"name": n, "kind": k, "offset": o, "size": s}
+              for (n, k), (o, s) in zip(names, facts.params, strict=True)]  # fmt: skip
     kernel = {
         "cubin": "forward.cubin", "sha256": hashlib.sha256(cubin).hexdigest(), "entry": entry,
-        "params": [{"name": n, "kind": k, "offset": o, "size": s} for (n, k), (o, s) in zip(names, facts.params, strict=True)],
+        "params": params,
         "block": [config.threads, 1, 1], "smem": dynamic_smem(str(compiled.ir_module)),
-        "registers": facts.registers, "spill_bytes": spilled,
+        "registers": facts.registers, "spill_bytes": spilled, "r2ur": sass["R2UR"],
         "tile_q": config.tile_q, "tile_kv": config.tile_kv,
         "stages": [config.q_stages, config.k_stages, config.v_stages],
         "causal_like": config.dynamic, "config": config.to_json(),

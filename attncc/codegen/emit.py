@@ -120,6 +120,7 @@ class Emitter:
         self.sums: dict[Expr, int] = {}
         self.homes: dict[Expr, str | None] = {}
         self.readers: dict[Expr, bool] = {}
+        self.rounders: dict[Expr, bool] = {}
         self.head = Stage("head", frozenset(), handle="hd")
         self.row = Stage("row", ROW_LEAVES, {"head": self.head}, "rw")
         self.block = Stage("block", COL_LEAVES, {"head": self.head}, "bk")
@@ -156,6 +157,12 @@ class Emitter:
             self.readers[e] = reads_memory(e)
         return self.readers[e]
 
+    def rounds(self, e: Expr) -> bool:
+        """Is there something in `e` that has a fast and a precise form?"""
+        if e not in self.rounders:
+            self.rounders[e] = any(isinstance(x, Op) and (x.op == "div" or x.op in FAST) for x in walk(e))
+        return self.rounders[e]
+
     # ------------------------------------------------------------------ values
     def value(self, e: Expr, stage: Stage, guards: Guards = Guards(), precise: bool = False) -> str:
         """The name of `e` in a stage, computing it there or below."""
@@ -166,6 +173,7 @@ class Emitter:
             return e.name
         if e in self.sums:
             return f"sums[{self.sums[e]}]"
+        precise = precise and self.rounds(e)
         key = (e, guards if self.reads(e) else None, precise)
         if key not in stage.names:
             below = stage.below.get(self.home(e) or "")

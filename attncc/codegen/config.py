@@ -32,7 +32,8 @@ class KernelConfig:
     scan: str
     sink: bool
     mask: bool  # something besides kv_len hides keys
-    contiguous: bool  # each row sees one run of keys, given by TileRanges.lo, hi
+    counted: bool  # blocks of keys are visited in one run, TileRanges.lo to hi; else each is classified
+    row_bounds: bool  # a row sees exactly one run of keys, and the mask is two comparisons
     masks_below: bool  # ... which may start after key 0
     score: str  # "dot": the score is the dot product; "linear": rises with it, so -inf stays -inf; "any"
     score_loads: bool  # a score reads memory lane by lane
@@ -64,7 +65,7 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, int]:
         # choosing blocks one by one takes the producers more than 24
-        return (24, 240) if self.contiguous else (56, 224)
+        return (24, 240) if self.counted else (56, 224)
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""
@@ -100,15 +101,15 @@ def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) 
     ranges, logits = tile_ranges(variant), decompose(variant)
     tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
     mask = variant.mask != Const(True, BOOL)
-    contiguous = ranges.contiguous
+    counted = ranges.may is None and ranges.must is None
     masks_below = not starts_at_zero(ranges)
     score = kind_of_score(logits)
     return KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
-        turns=True, dynamic=mask, early_item=contiguous and not masks_below and score == "dot",
+        turns=True, dynamic=mask, early_item=counted and not masks_below and score == "dot",
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
-        mask=mask, contiguous=contiguous, masks_below=masks_below,
+        mask=mask, counted=counted, row_bounds=ranges.contiguous, masks_below=masks_below,
         score=score, score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),

@@ -83,7 +83,7 @@ class Block(NamedTuple):
 
 def block_of(p, tags, slot, item, step, c_in) -> Block:
     """The block of keys that a step of an item visits; its scores lie in `slot`."""
-    if p.contiguous:
+    if p.counted:
         n = item.end - 1 - step
         # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
         return Block(n * p.tile_kv + c_in, Uint32(n - item.clear_begin) >= Uint32(item.clear_count))

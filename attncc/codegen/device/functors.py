@@ -57,7 +57,7 @@ def classify_tile(fn, env, i0, i1, j0, j1):
 
 
 class Row(NamedTuple):
-    """One query row of a thread: its own values, position, and, for contiguous masks, the keys [lo, hi) it sees."""
+    """One query row of a thread: its own values, position, and, for masks of one run, the keys [lo, hi) it sees."""
 
     rw: tuple
     i: Any
@@ -86,7 +86,7 @@ def row_values(p, fn, env, hd, row):
     iq = cutlass.min(row, env.qo_len - 1)
     i = iq + env.kv_len - env.qo_len
     lo, hi = Int32(0), env.kv_len
-    if p.contiguous:
+    if p.row_bounds:
         lo, hi, _, _ = fn.bounds(env, i, i)
         hi = cutlass.min(hi, env.kv_len)
     return Row(fn.row(env, hd, i, iq), i, iq, lo, hi)
@@ -95,7 +95,7 @@ def row_values(p, fn, env, hd, row):
 def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
     """Does key col0 + off exist for row i of the thread?"""
     row = tile.rows[i]
-    if p.contiguous:  # offsets are immediates: one comparison a bound
+    if p.row_bounds:  # offsets are immediates: one comparison a bound
         below_end = row.hi - col0 > off
         return below_end & (row.lo - col0 <= off) if p.masks_below else below_end
     j = col0 + off

@@ -59,7 +59,7 @@ def stream(
             gB = cute.local_tile(coords(p.tile_vo, True)[None, None, g, b], (p.tile_vo, p.tile_kv), (0, None))
         sBp, gBp = cpasync.tma_partition(atom, 0, one, cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2))
         nbytes = p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2
-        if const_expr(p.contiguous):
+        if const_expr(p.counted):
             for j in cutlass.range(end - begin, unroll=1):
                 fill(ring, slot, phase, nbytes, atom, gBp[None, end - 1 - j], sBp[None, slot])
                 slot, phase = advance(ring.stages, slot, phase)

@@ -43,7 +43,7 @@ def positions(p, env, m):
     return i0, cutlass.min((m + 1) * p.tile_q, env.qo_len) - 1 + env.kv_len - env.qo_len
 
 
-def contiguous_blocks(p, fn, env, m):
+def counted_blocks(p, fn, env, m):
     """Blocks to visit and, of those, the clear ones.  At least one block is visited: an empty row still owes its
     output, and the mask hides the rest."""
     i0, i1 = positions(p, env, m)
@@ -123,8 +123,8 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
         )
         here = Env(b, h, h // env.group_size, *env[3:])
         begin, end, clear_begin, clear_count = Int32(0), Int32(1), Int32(0), Int32(0)
-        if const_expr(p.contiguous):
-            begin, end, clear_begin, clear_count = contiguous_blocks(p, fn, here, m)
+        if const_expr(p.counted):
+            begin, end, clear_begin, clear_count = counted_blocks(p, fn, here, m)
         else:
             end = cutlass.max(count_blocks(p, fn, here, m), 1)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)

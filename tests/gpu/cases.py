@@ -154,7 +154,23 @@ def hard_cases() -> list[Case]:
     return [Case(HARD, v.name) for v in _variants(HARD)]
 
 
+# One variant for each corner of the emitter, and the run-time scalars that each is run with.
+ODD = Path(__file__).resolve().parents[1] / "codegen" / "odd.attn"
+ODD_SCALARS: dict[str, list[dict[str, object]]] = {
+    "run_time_scale": [{"sm_scale": 0.1}, {"sm_scale": -0.1}, {"sm_scale": 0.0}],
+    "run_time_cap": [{"cap": 4.0}, {"cap": -4.0}],
+    "weights_and_epilogue": [{"a": 0.3}],
+    "flags": [{"strict": True}, {"strict": False}],
+    "holes_and_cap": [{"period": 3}, {"period": 1}],
+    "wrapped": [{"window": 60}, {"window": 0}, {"window": 2**31 - 1}, {"window": -5}],
+}
+
+
+def odd_cases() -> list[Case]:
+    return [Case(str(ODD), v.name, head_dim=64) for v in _variants(str(ODD))]
+
+
 def all_cases() -> list[Case]:
     """Each kernel once."""
-    found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases()]
+    found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases()]
     return list(dict.fromkeys(found))

@@ -9,8 +9,8 @@ other exactly, and conditions weighed at the ends of these (ranges_tiles.py).  A
 the mask may hold in the tile; all are visible if no clause of the mask's negation may.  What is not understood counts
 as unknown, so that an answer is never wrong, only vague.
 
-It relies on: |i|, j, sizes and head numbers below 2**27; i1 <= kv_len - 1 and 0 <= j0 <= j1 <= kv_len - 1; at most
-2**14 rows and keys in a tile.  Scalars and tensors may hold anything, and arithmetic wraps as the mask's does.
+It relies on: |i|, j, sizes and head numbers below 2**27; i0 <= i1 <= kv_len - 1 and 0 <= j0 <= j1 <= kv_len - 1.
+Scalars and tensors may hold anything, and arithmetic wraps as the mask's does.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from attncc.ir.nodes import I32, Expr, Leaf, Load, Op, leaves, transform
 from attncc.ir.ranges_clauses import AtMost, Reads
 from attncc.ir.ranges_exprs import (
     LIMIT,
+    POSITION,
     TRUE,
     ZERO,
     Linear,
@@ -121,17 +122,17 @@ def tame(x: Expr, y: Expr) -> tuple[Expr, Expr, Expr]:
     for a, b in ((0, 1), (1, 0)):
         if linear(sides[a]).single and linear(sides[b]).within(SMALL // 2):
             sides[a] = clip(sides[a], SMALL)  # still beyond the other
-    sides = [_tame_sum(linear(side), guards) for side in sides]
+    sides = [_tame_sum(linear(side), SMALL, guards) for side in sides]
     return both(*guards), sides[0], sides[1]
 
 
-def _tame_sum(form: Linear, guards: list[Expr]) -> Expr:
-    """With every free scalar of a sum clipped such that the sum is small."""
+def _tame_sum(form: Linear, room: int, guards: list[Expr]) -> Expr:
+    """With the free scalars of a sum clipped such that together they stay within `room`."""
     free = [t for t, _ in form.terms if not _small(t, 2 * SMALL)]
     if form.single or form.within(SMALL) or not all(map(invariant, free)):
         return total(form)
     result = Linear((), form.constant)
-    room = SMALL // max(1, sum(abs(form.of(t)) for t in free))
+    room //= max(1, sum(abs(form.of(t)) for t in free))
     for t, c in form.terms:
         safe = clip(t, room) if t in free else t
         guards += [make("eq", safe, t)] if t in free else []
@@ -150,10 +151,11 @@ def _tame_divisors(e: Expr, guards: list[Expr]) -> Expr:
         safe = y if span(y)[0] > 0 and span(y)[1] <= LIMIT else most(least(y, number(LIMIT)), number(1))
         if n.op == "mul":
             return times(x, safe) if isinstance(x, Op) and x.op == "floordiv" and x.args[1] == safe else rebuilt(n)
+        x = _tame_sum(linear(x), LIMIT - POSITION, guards)
         if safe != y and _small(x, LIMIT):
             guards.append(lt(ZERO, y) if n.op == "floordiv" else make("eq", safe, y))
             return (floordiv if n.op == "floordiv" else mod)(x, safe)
-        return rebuilt(n)
+        return (floordiv if n.op == "floordiv" else mod)(x, y)
 
     return transform(e, tamed)
 

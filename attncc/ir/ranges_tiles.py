@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from attncc.ir.nodes import BOOL, I32, Const, Expr, Leaf, Load, Op, leaves, objects
-from attncc.ir.ranges_bounds import KEY, ROW, Bound, solve, tame
+from attncc.ir.ranges_bounds import KEY, ROW, Bound, direction, solve, tame
 from attncc.ir.ranges_clauses import AtMost, Clause, Literal, Reads, Residue, Test, joined, parts
 from attncc.ir.ranges_exprs import (
     FALSE,
@@ -24,6 +24,7 @@ from attncc.ir.ranges_exprs import (
     TRUE,
     ZERO,
     Fact,
+    Linear,
     add,
     both,
     choose,
@@ -41,14 +42,13 @@ from attncc.ir.ranges_exprs import (
     negate,
     number,
     shift,
-    span,
     sub,
     substitute,
     times,
     total,
 )
 
-TILE_SPAN = 2**14  # rows, and keys, of one tile at most
+ONE = number(1)
 IQ_SHIFT = sub(Leaf("qo_len"), Leaf("kv_len"))
 
 
@@ -108,12 +108,20 @@ class Region:
         return self.value(b, ends[(b.direction >= 0) == b.upper])
 
     @cached_property
-    def low(self) -> list[Expr]:
-        return [self.extreme(b) for b in self._of(KEY, False)]
+    def lows(self) -> list[tuple[Bound, Expr]]:
+        return [(b, self.extreme(b)) for b in self._of(KEY, False)]
 
     @cached_property
-    def high(self) -> list[Expr]:
-        return [self.extreme(b) for b in self._of(KEY, True)]
+    def highs(self) -> list[tuple[Bound, Expr]]:
+        return [(b, self.extreme(b)) for b in self._of(KEY, True)]
+
+    @cached_property
+    def lowest(self) -> Expr | None:
+        return most(*(x for _, x in self.lows)) if self.lows else None
+
+    @cached_property
+    def highest(self) -> Expr | None:
+        return least(*(y for _, y in self.highs)) if self.highs else None
 
     @cached_property
     def when(self) -> Expr:
@@ -122,8 +130,8 @@ class Region:
         return both(*self.tests, *some_row, *self._some_key())
 
     def _some_key(self) -> Iterator[Expr]:
-        for a, low in zip(self._of(KEY, False), self.low, strict=True):
-            for b, high in zip(self._of(KEY, True), self.high, strict=True):
+        for a, low in self.lows:
+            for b, high in self.highs:
                 if a.offset is not None and b.offset is not None:  # parallel: alike at every row
                     yield le(a.offset, b.offset)
                 elif all(x.wraps or x.offset is not None for x in (a, b)):
@@ -131,19 +139,11 @@ class Region:
                 else:
                     yield le(low, high)
 
-    @cached_property
-    def lowest(self) -> Expr | None:
-        return most(*self.low) if self.low else None
-
-    @cached_property
-    def highest(self) -> Expr | None:
-        return least(*self.high) if self.high else None
-
     def holds(self, implied: Sequence[Expr | None] = ()) -> Expr:
         """Can it hold in a cell of the tile?  Of the ends `implied` it is known that keys j0..j1 reach them."""
         if any(isinstance(x, Load) for e in self.rest for x in objects(e)):
             implied = ()  # a condition that guards a read must stand before it
-        lows, highs = ([x for x in xs if x not in implied] for xs in (self.low, self.high))
+        lows, highs = ([x for _, x in xs if x not in implied] for xs in (self.lows, self.highs))
         reach = [le(most(*lows), J1, self.facts)] if lows else []
         reach += [le(J0, least(*highs), self.facts)] if highs else []
         return both(self.when, *reach, *self.rest)
@@ -156,33 +156,22 @@ class Region:
     @cached_property
     def closure(self) -> tuple[Ends, Ends, Ends]:
         """Rows, keys and distances j - i of the cells."""
-        a, b = self.rows
-        slopes = {upper: [x.offset for x in self._of(KEY, upper) if x.offset is not None] for upper in (False, True)}
-        flat = {
-            upper: [y for x, y in zip(self._of(KEY, upper), ys, strict=True) if x.offset is None]
-            for upper, ys in ((False, self.low), (True, self.high))
-        }
-        p, q = most(J0, *flat[False], facts=self.known), least(J1, *flat[True], facts=self.known)
-        rows = Ends(
-            most(a, *(sub(p, v) for v in slopes[True]), facts=self.known),
-            least(b, *(sub(q, u) for u in slopes[False]), facts=self.known),
+        (a, b), known = self.rows, self.known
+        p, q = most(J0, *_flat(self.lows), facts=known), least(J1, *_flat(self.highs), facts=known)
+        u, v = _offsets(self.lows), _offsets(self.highs)
+        rows = Ends(most(a, *(sub(p, y) for y in v), facts=known), least(b, *(sub(q, x) for x in u), facts=known))
+        keys = Ends(
+            most(J0, *(x for _, x in self.lows), facts=known), least(J1, *(y for _, y in self.highs), facts=known)
         )
-        keys = Ends(most(J0, *self.low, facts=self.known), least(J1, *self.high, facts=self.known))
-        wrapping = {
-            upper: [y for x, y in zip(self._of(KEY, upper), ys, strict=True) if x.wraps]
-            for upper, ys in ((False, self.low), (True, self.high))
-        }
-        return rows, keys, Ends(
-            most(sub(p, b), *slopes[False], *(sub(most(x, number(-LIMIT)), a) for x in wrapping[False])),
-            least(sub(q, a), *slopes[True], *(sub(least(x, number(LIMIT)), b) for x in wrapping[True])),
-        )  # fmt: skip
+        u += [sub(most(x, number(-LIMIT)), a) for b_, x in self.lows if b_.wraps]
+        v += [sub(least(y, number(LIMIT)), b) for b_, y in self.highs if b_.wraps]
+        return rows, keys, Ends(most(sub(p, b), *u), least(sub(q, a), *v))
 
     @cached_property
     def known(self) -> list[Fact]:
         """What holds where `rest` is looked at."""
-        lows, highs = ([b.limit for b in self._of(ROW, upper)] for upper in (False, True))
-        pairs = [(x, J1) for x in self.low] + [(J0, y) for y in self.high]
-        pairs += [(x, I1) for x in lows] + [(I0, y) for y in highs]
+        pairs = [(x, J1) for _, x in self.lows] + [(J0, y) for _, y in self.highs]
+        pairs += [(I0, b.limit) if b.upper else (b.limit, I1) for b in self.bounds if b.of == ROW]
         return [(x, y) for x, y in pairs if linear(x).exact and linear(y).exact] + self.facts
 
     @property
@@ -204,25 +193,19 @@ class Region:
 
     def _sum_ends(self, e: Expr) -> Ends | None:
         form = linear(e)
+        if not form.exact:
+            return None
         rows, keys, distances = self.closure
-        low = high = linear(number(form.constant))
-        valid, width = [], 0
         ri, ci = form.of(ROW), form.of(KEY)
         pieces: list[tuple[Ends | None, int]] = [(distances, ci)] if ri == -ci else [(rows, ri), (keys, ci)]
         pieces += [(self.ends(t), c) for t, c in form.terms if t not in (ROW, KEY)]
+        low = high = Linear((), form.constant)
         for x, c in pieces:
             if x is None:
                 return None
-            if c:
-                low = low + linear(x.low if c > 0 else x.high).times(c)
-                high = high + linear(x.high if c > 0 else x.low).times(c)
-                valid.append(x.valid)
-        if form.exact:
-            return Ends(total(low), total(high), both(*valid))
-        width = sum(abs(c) * _width(t) for t, c in form.terms)
-        if width >= 2**32:
-            return None
-        return Ends(total(low), total(high), both(*valid, make("le", total(low), total(high))))  # else it wraps between
+            low += linear(x.low if c > 0 else x.high).times(c)
+            high += linear(x.high if c > 0 else x.low).times(c)
+        return Ends(total(low), total(high), both(*(x.valid for x, c in pieces if x and c)))
 
     def _op_ends(self, e: Expr) -> Ends | None:
         if not isinstance(e, Op):
@@ -248,7 +231,10 @@ class Region:
         return Ends(choose(turns, ZERO, mod(x.low, n)), choose(turns, shift(n, -1), mod(x.high, n)), valid)
 
     def _load_ends(self, e: Load) -> Ends | None:
-        x = self.ends(e.index[-1]) if self.reads.rising(e) else None
+        """At the ends of its index, which are the indices of cells that there are."""
+        if not self.reads.rising(e) or direction(e.index[-1], self.reads) is None:
+            return None
+        x = self.ends(e.index[-1])
         if x is None or x.valid != TRUE or (not self.reads.anywhere(e) and leaves(e) >= {"i", "j"}):
             return None
         ends = x.low, x.high
@@ -286,15 +272,13 @@ class Region:
         if x is None or not form.exact or not form.within(LIMIT):
             return None
         unsure = either(negate(x.valid), le(c.m, ZERO))
-        if c.equal and c.r == ZERO:
-            there = le(mod(x.high, c.m), sub(x.high, x.low))
-        elif c.equal:
-            back = mod(sub(mod(x.high, c.m), c.r), c.m)
-            there = both(le(ZERO, c.r), lt(c.r, c.m), le(back, sub(x.high, x.low)))
-        else:
-            moves = both(lt(x.low, x.high), make("ne", c.m, number(1)) if not isinstance(c.m, Const) else TRUE)
-            there = either(moves if c.m != number(1) else FALSE, make("ne", mod(x.low, c.m), c.r))
-        return either(unsure, there)
+        if not c.equal:
+            several = FALSE if c.m == ONE else TRUE if isinstance(c.m, Const) else make("ne", c.m, ONE)
+            return either(unsure, both(lt(x.low, x.high), several), make("ne", mod(x.low, c.m), c.r))
+        if c.r == ZERO:
+            return either(unsure, le(mod(x.high, c.m), sub(x.high, x.low)))
+        back = mod(sub(mod(x.high, c.m), c.r), c.m)  # from x.high down to the nearest of this residue
+        return either(unsure, both(le(ZERO, c.r), lt(c.r, c.m), le(back, sub(x.high, x.low))))
 
     def _weigh_test(self, t: Test) -> Expr | None:
         if invariant(t.source):
@@ -315,14 +299,12 @@ class Region:
         return negate(both(make("eq", x.low, y.high), make("eq", x.high, y.low)))
 
 
-def _width(e: Expr) -> int:
-    """How far the values of `e` may lie apart within a tile."""
-    if invariant(e):
-        return 0
-    if e in (ROW, KEY):
-        return TILE_SPAN
-    low, high = span(e)
-    return high - low
+def _flat(limits: list[tuple[Bound, Expr]]) -> list[Expr]:
+    return [x for b, x in limits if b.offset is None]
+
+
+def _offsets(limits: list[tuple[Bound, Expr]]) -> list[Expr]:
+    return [b.offset for b, _ in limits if b.offset is not None]
 
 
 def region(clause: Clause, reads: Reads, facts: Sequence[Fact] = ()) -> Region | None:

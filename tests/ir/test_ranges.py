@@ -84,6 +84,9 @@ KNOWN = {
         "m: i32, n: i32", PAIRS),
     "compressed": Known("4 * j + 3 <= i", lambda i, j: 4 * j + 3 <= i, contiguous=True, runs=True),
     "strided": Known("j <= i and (i - j < 4 or j % 4 == 3)", lambda i, j: (j <= i) & ((i - j < 4) | (j % 4 == 3))),
+    "shifted chunks": Known(
+        "(i + m) // n == (j + m) // n", lambda i, j, m, n: (i + m) // n == (j + m) // n, "m: i32, n: i32",
+        tuple({"m": x, "n": y} for x in (-7, -1, 0, 1, 5, 900) for y in (1, 2, 5, 30)), False, True),
     "away from the end": Known("j < kv_len - 2", None, contiguous=True, runs=True),
     "by row": Known("i >= p and j <= i", lambda i, j, p: (i >= p) & (j <= i), "p: i32", each("p", -2, 0, 3, 50), True,
                     True),
@@ -131,6 +134,10 @@ WITH_ANY_SCALARS = (
     "max(i, w) < min(j, y)",
     "abs(i - w) < j + y",
     "(i if j < w else y) < j",
+    "(i + w) // 3 == (j + w) // 3",
+    "(i + w) // y <= (j + w) // y",
+    "i // 2 * w <= j",
+    "(i - j + w) % 4 == y",
 )
 
 
@@ -248,27 +255,41 @@ def test_tree_verify(prefix):
 
 
 # ------------------------------------------------------------------------------------------------------ the whole
-def test_reads_are_guarded():
-    """A table that only guarded cells may read is read for those alone, whatever the tile."""
-    masks = (
-        "i >= 2 and i < 6 and table[i - 2] <= j",
-        "j <= i and block[j // 2] <= block[i // 2]",
-        "i < 0 or block[i // 2] == 0",
-        "i % 2 == 1 and table[i] <= j",  # what a remainder guards is given up
-        "flag and table[w] <= j",
-        "w >= 0 and w < 4 and j <= table[w]",
-    )
-    for mask in masks:
-        v = variant(mask, "w: i32, flag: bool", "table[4]: i32 sorted", "block[n]: i32 sorted")
-        r = tile_ranges(v)
-        for w, flag in ((0, True), (3, True), (7, False), (-1, False)):
+GUARDED_READS = (
+    "i >= 2 and i < 6 and table[i - 2] <= j",
+    "j <= i and block[j // 2] <= block[i // 2]",
+    "i < 0 or block[i // 2] == 0",
+    "(i < 0 or block[i // 2] == 0) and (j > 5 or (i + j) % 2 == 0)",  # some cell has a guard that is no bound
+    "i % 2 == 1 and table[i] <= j",
+    "flag and table[w] <= j",
+    "w >= 0 and w < 4 and j <= table[w]",
+    "i >= 5 and start[i] <= j",  # no such row in a short tile
+    "j <= i and start[i] <= j",  # no such row where it is negative
+    "j <= i and start[i] // w == start[j] // w",
+    "i >= 0 and block[i // 2 - i // 3] <= j",  # the ends of the index are no row's
+    "0 <= i - j < 4 and table[i - j] <= j",
+    "0 <= j and table[min(j, 3)] <= i + w",
+    "i >= 0 and (flag if j < w else table[i % 4] == j)",
+)
+
+
+@pytest.mark.parametrize("mask", GUARDED_READS)
+def test_reads_are_guarded(mask):
+    """What only guarded cells may read is read for those alone, whatever the tile."""
+    v = variant(mask, "w: i32, flag: bool", "table[4]: i32 sorted", "block[n]: i32 sorted", "start[pos]: i32 sorted")
+    r, checked = tile_ranges(v), 0
+    for w, flag in ((1, True), (3, True), (7, False), (-2, False)):
+        for sizes in ((6, 6), (7, 3), (2, 5)):
+            start = np.array([0, 0, 1, 3, 3, 4, 4])[: sizes[1]]
             values = {"w": w, "flag": flag, "table": np.array([0, 1, 1, 3]), "block": np.array([0, 0, 1, 2])}
-            for sizes in ((6, 6), (7, 3), (2, 5)):
-                try:
-                    cells = dense(v, *sizes, values)
-                except IndexError:
-                    continue
-                check(v, r, cells, values, exact=False)
+            values["start"] = start
+            try:
+                cells = dense(v, *sizes, values)
+            except IndexError:  # the mask itself reads out of range
+                continue
+            check(v, r, cells, values, exact=False)
+            checked += 1
+    assert checked >= 4
 
 
 def test_domain_is_not_ignored():

@@ -103,7 +103,7 @@ class Region:
 
     def extreme(self, b: Bound) -> Expr:
         """The weakest limit of j over the rows."""
-        reads = any(isinstance(x, Load) for x in objects(b.limit))
+        reads = any(isinstance(x, Load) and not invariant(x) for x in objects(b.limit))
         ends = (I0, I1) if reads else self.rows  # a row that bounds on i leave need not be there
         return self.value(b, ends[(b.direction >= 0) == b.upper])
 

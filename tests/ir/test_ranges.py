@@ -235,6 +235,17 @@ def test_prefix_of_the_request(prefix):
         check(v, r, dense(v, *sizes, values), values, exact=True)
 
 
+@pytest.mark.parametrize("mask", ["i >= 2 and i - span[b] < j", "i <= 3 and j <= i + span[b]"])
+@pytest.mark.parametrize("span", [-HUGE - 1, -HUGE + 2, -1, 3, HUGE - 2, HUGE])
+def test_window_of_the_request(mask, span):
+    v = variant(mask, "", "span[b]: i32")
+    r = tile_ranges(v)
+    assert r.contiguous
+    for sizes in SIZES:
+        values = {"span": np.array([span])}
+        check(v, r, dense(v, *sizes, values), values, exact=abs(span) < 9)
+
+
 TREE = "t < 0 or bit(ancestors[iq, t // 32], t % 32)"
 
 

@@ -155,11 +155,16 @@ class Levels:
         self.of: dict[Expr, str] = {}
 
     def __call__(self, e: Expr) -> str:
-        if e not in self.of:
-            for x in [e] if all(k in self.of for k in children(e)) else objects(e):
-                found = {self.of[k] for k in children(x)} | ({LEVEL_OF[x.name]} if isinstance(x, Leaf) else set())
-                joined = "cell" if {"row", "col"} <= found else max(found, key=RANKS.index, default="call")
-                self.of[x] = joined
+        todo = [e]
+        while todo:  # only below what is new
+            x = todo[-1]
+            waiting = [] if x in self.of else [k for k in children(x) if k not in self.of]
+            if waiting:
+                todo += waiting
+                continue
+            todo.pop()
+            found = {self.of[k] for k in children(x)} | ({LEVEL_OF[x.name]} if isinstance(x, Leaf) else set())
+            self.of[x] = "cell" if {"row", "col"} <= found else max(found, key=RANKS.index, default="call")
         return self.of[e]
 
 

@@ -257,7 +257,7 @@ class Emitter:
         c = e.args[1].value if isinstance(e.args[1], Const) else 0
         if c > 0 and c & (c - 1) == 0:
             return f"{a} >> {c.bit_length() - 1}" if e.op == "floordiv" else f"{a} & {c - 1}"
-        return f"{a} {'//' if e.op == 'floordiv' else '%'} {b}"
+        return f"{a} // {b}" if e.op == "floordiv" else f"{a} - {a} // {b} * {b}"  # the DSL's // floors, its % does not
 
     def power(self, e: Op, a: str, b: str) -> str:
         y = e.args[1].value if isinstance(e.args[1], Const) else None

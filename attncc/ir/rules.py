@@ -76,7 +76,7 @@ def exact_reciprocal(b: Bound) -> bool:
 def small_power(b: Bound) -> bool:
     """Exponents that square-and-multiply serves better than a library's pow; an i32 has no other."""
     c = value(b, "c1")
-    return c == int(c) and c >= 2 and (c <= 16 or b["x"].type.elem == "i32") if math.isfinite(c) else False
+    return 2 <= c <= (16 if b["x"].type.elem == "f32" else 2**31) and c == int(c)
 
 
 def power_chain(b: Bound, finish: Finish) -> Expr:

@@ -7,69 +7,26 @@ copy has landed or refills one that is still read, or that hangs (see ptx/__init
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from gpu.cases import HARD, SCALARS, Case, example, example_cases
+from codegen.simulated import check, inputs_for
+from gpu.cases import HARD, Case, example, example_cases
 from ptx.launch import run_forward
-from torch import Tensor
 
-import attncc
-from attncc import compiler
-from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+from attncc.random_inputs import Inputs
 
 pytestmark = pytest.mark.slow
 
 # batch, qo_len, kv_len, query heads, kv heads: part tiles of rows and keys; rows that see no key when causal; several
 # tiles of keys, some hidden whole, some clear
 SHAPES = [(1, 70, 200, 4, 2), (2, 130, 33, 3, 1), (1, 200, 420, 2, 2)]
-ROUNDING = {"bf16": 2.0**-9, "f16": 2.0**-12}  # largest relative error of one rounding
 DIMS = [
     example("causal", "causal", head_dim=qk, head_dim_vo=vo)
     for qk, vo in [(64, None), (72, None), (96, None), (256, None), (192, 128), (40, 200)]
 ]
 DTYPES = [example("gemma2", "gemma2_local", dtype="f16"), example("relu_squared", "relu_squared", dtype="f16")]
-
-
-@pytest.fixture(scope="session")
-def artifact(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
-    @cache
-    def build(case: Case) -> Path:
-        path = tmp_path_factory.mktemp("artifact")
-        compiler.build_artifact(case.source, path, **case.options)
-        return path
-
-    return build
-
-
-def inputs_for(case: Case, shape: Shape, **given: object) -> Inputs:
-    variant = case.load()
-    mine = {p.name for p in variant.scalars if not p.const}
-    values = {**{name: value for name, value in SCALARS.items() if name in mine}, **given}
-    return random_inputs(variant, shape, dtype=FLOATS[case.dtype], device="cpu", seed=shape.qo_len, given=values)
-
-
-def check(case: Case, path: Path, x: Inputs, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Run and compare: out and lse, as a whole and row by row."""
-    softmax = case.load().scan.kind == "softmax"
-    out, lse = run_forward(path, x.q, x.k, x.v, x.params, return_lse=softmax, **options)
-    reference: Any = attncc.reference(case.source, **case.options)  # pyright: ignore[reportArgumentType]
-    want = reference(x.q, x.k, x.v, return_lse=softmax, **x.params)
-    want_out, want_lse = want if softmax else (want, None)
-    limit = 3 * ROUNDING[case.dtype] + 5e-5
-    rows, sizes = (out.double() - want_out).norm(dim=-1), want_out.norm(dim=-1)
-    assert out.shape == want_out.shape and bool(out.isfinite().all())
-    assert float(rows.norm()) <= limit * float(sizes.norm())
-    floor = 1e-2 * float(sizes.square().mean().sqrt()) if sizes.numel() else 0
-    assert bool((rows <= 4 * limit * sizes.clamp(min=floor)).all())
-    if want_lse is not None:
-        assert lse is not None and torch.equal(lse.isneginf(), want_lse.isneginf())
-        seen = want_lse.isfinite()
-        assert bool(((lse.double() - want_lse).abs() <= 1e-4 + 2e-6 * want_lse.abs())[seen].all())
-    return out, lse
 
 
 @pytest.mark.parametrize("case", [*example_cases(), *DIMS, *DTYPES], ids=str)

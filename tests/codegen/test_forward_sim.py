@@ -50,7 +50,7 @@ def test_any_order_of_warps_and_copies_gives_the_same_bits(artifact: Callable[[C
     x = inputs_for(CAUSAL, CAUSAL.shape(1, 300, 300, 2, 1))
     first = check(CAUSAL, artifact(CAUSAL), x, seed=0, sm_count=1)
     for seed in range(1, 5):
-        again = check(CAUSAL, artifact(CAUSAL), x, seed=seed, sm_count=1 + seed % 3)
+        again = check(CAUSAL, artifact(CAUSAL), x, seed=seed, sm_count=1 + seed % 3, lockstep=seed % 2 == 0)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True) if a is not None and b is not None)
 
 

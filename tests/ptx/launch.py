@@ -36,17 +36,18 @@ def translated(ptx: str) -> Translator:
 
 def run_forward(
     artifact: Artifact | str | Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-    params: Mapping[str, Any] | None = None, *, sm_count: int = 2, seed: int = 0, return_lse: bool = True,
-    out: torch.Tensor | None = None,
+    params: Mapping[str, Any] | None = None, *, sm_count: int = 2, seed: int = 0, lockstep: bool = True,
+    return_lse: bool = True, out: torch.Tensor | None = None, ptx: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [B, qo_len, num_qo_heads, head_dim_vo] in q's dtype and lse [B, qo_len, num_qo_heads] (None without
     `return_lse`) of a forward artifact on CPU tensors.
 
-    `sm_count` CTAs share the tiles; `seed` orders warps and the landing of copies.  Raises Fault (Deadlock) for what
+    `sm_count` CTAs share the tiles; `seed` orders warps and the landing of copies, `lockstep` as of Machine; `ptx`
+    stands in for the artifact's own.  Raises Fault (Deadlock) for what
     the kernel does wrong, ValueError and TypeError for arguments, as on a GPU.
     """
     artifact = artifact if isinstance(artifact, Artifact) else read_artifact(artifact)
-    driver = SimulatedDriver((artifact.path / "forward.ptx").read_text(), sm_count, seed)
+    driver = SimulatedDriver(ptx or (artifact.path / "forward.ptx").read_text(), sm_count, seed, lockstep)
     driver.tensors = {n: t for n, t in (params or {}).items() if isinstance(t, torch.Tensor)}
     kernel = Kernel(artifact, driver=driver)
     result = kernel(q, k, v, return_lse=return_lse, out=out, **(params or {}))
@@ -63,8 +64,9 @@ class SimulatedDriver:
 
     device_type = "cpu"
 
-    def __init__(self, ptx: str, sm_count: int, seed: int):
-        self.translator, self.sms, self.seed = translated(ptx), sm_count, seed
+    def __init__(self, ptx: str, sm_count: int, seed: int, lockstep: bool):
+        self.translator, self.sms = translated(ptx), sm_count
+        self.options: dict[str, Any] = {"seed": seed, "lockstep": lockstep}
         self.tensors: dict[str, torch.Tensor] = {}
         self.maps: list[tensor_map.TensorMap] = []
         self.machine: Machine | None = None  # the last launch
@@ -104,7 +106,7 @@ class SimulatedDriver:
         for name, t in self.tensors.items():
             self.parameter(memory, f"t.{name}", t, number)
         self.machine = Machine(
-            self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], seed=self.seed
+            self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], **self.options
         )
         self.machine.launch()
         if tickets.bytes.any():

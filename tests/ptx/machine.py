@@ -2,7 +2,8 @@
 
 The four warps of a warpgroup run as one context of 128 lanes while they are at the same instruction; after they part
 each runs alone, furthest behind first, until they meet again.  A warp whose lanes part runs them under a mask, again
-furthest behind first.
+furthest behind first.  Without `lockstep` warps run alone in random order and meet for matrix products only: slower,
+but it shows where a barrier between them is missing.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ class Group:
         self.products: dict = {}  # accumulator registers -> wgmma.Accumulator under way
         self.warps = [Warp(self, k) for k in range(count)]
         self.whole = Lanes(self, self.warps, slice(0, 32 * count))
-        self.together = True
+        self.together = cta.machine.lockstep
 
     def constant(self, cls: str, spec) -> np.ndarray:
         if (cls, spec) not in self.constants:
@@ -168,13 +169,20 @@ class Group:
 
     def run(self, budget: int) -> bool:
         """Run blocks until nothing can or the budget is spent; True if anything ran."""
-        ran = False
+        ran, lockstep = False, self.cta.machine.lockstep
         while budget > 0 and not self.done:
-            used = self.run_together(budget) if self.together else self.run_apart()
+            used = self.run_together(budget if lockstep else 1) if self.together else self.run_apart()
             if not used:
                 break
             ran, budget = True, budget - used
+            self.together = self.together and (lockstep or self.at_product())
         return ran
+
+    def at_product(self) -> bool:
+        """Is the next instruction one that only a whole warpgroup can run?"""
+        machine = self.cta.machine
+        pc = self.warps[0].pc
+        return pc < machine.translator.end and machine.program.code[pc].words[:2] == ("wgmma", "mma_async")
 
     def run_together(self, budget: int) -> int:
         c, machine = self.whole, self.cta.machine
@@ -196,9 +204,15 @@ class Group:
         return used
 
     def run_apart(self) -> int:
-        for w in sorted((w for w in self.warps if not w.done), key=lambda w: w.pc):
+        machine = self.cta.machine
+        warps = [w for w in self.warps if not w.done]
+        if machine.lockstep:
+            warps.sort(key=lambda w: w.pc)
+        else:
+            machine.random.shuffle(warps)  # pyright: ignore[reportArgumentType]
+        for w in warps:
             if w.step():
-                if self.meet() and not self.done:
+                if self.meet() and not self.done and (machine.lockstep or self.at_product()):
                     self.together, self.whole.stale = True, -1
                 return 1
         return 0
@@ -243,6 +257,7 @@ class Machine:
     dynamic_shared: int = 0
     resident: int = 4
     seed: int = 0
+    lockstep: bool = True
     max_blocks: int = 2_000_000
     version: int = 0  # counts what may let a waiting warp run
     instructions: int = 0  # warp instructions so far

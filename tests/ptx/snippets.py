@@ -23,7 +23,7 @@ REGISTERS = """
 
 def module(body: str, params: int, threads: int = 32, shared: bool = False) -> str:
     """An entry with `params` 64-bit parameters P0 …; with `shared` it has dynamic shared memory `smem`."""
-    names = ",\n".join(f".param .align 64 .b8 P{k}[128]" if k < 0 else f".param .u64 P{k}" for k in range(params))
+    names = ",\n".join(f".param .u64 P{k}" for k in range(params))
     extern = ".extern .shared .align 1024 .b8 smem[];" if shared else ""
     return f"""
         .version 8.8

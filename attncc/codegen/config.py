@@ -137,5 +137,5 @@ def kind_of_score(logits: Logits) -> str:
         return "dot"
     match logits.score:
         case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1 and "dot" not in leaves(c):
-            return "any" if cell_loads(logits) else "linear"
+            return "linear" if logits.unit_positive and not cell_loads(logits) else "any"
     return "any"

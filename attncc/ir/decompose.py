@@ -41,7 +41,7 @@ ONE, ZERO = Const(1.0, F32), Const(0.0, F32)
 class Logits:
     """log2(e) * f_logits = unit * score + shift; with scan none f_logits = score, unit 1 and shift 0.
 
-    `unit`: f32, level call or head; `unit_positive`: it is provably >= 0, so a maximum of scores is one of logits.
+    `unit`: f32, level call or head; `unit_positive`: it is provably > 0, so a maximum of scores is one of logits.
     `score`: f32, any level, over Leaf dot (unscaled) and i0, the first row position of the tile.
     `shift`: f32, at most row level, over i0 too."""
 

@@ -78,7 +78,11 @@ class Tile(NamedTuple):
 
 def open_tile(p, fn, env, i0, row0) -> Tile:
     hd = fn.head(env)
-    return Tile(env, hd, fn.unit(hd), (row_values(p, fn, env, hd, row0), row_values(p, fn, env, hd, row0 + 8)), i0)
+    unit = fn.unit(hd)
+    if p.score == "dot" and not p.unit_positive:
+        unit = cutlass.select_(unit == 0.0, Float32(1e-30), unit)  # so that a hidden score, times it, is -inf
+    rows = row_values(p, fn, env, hd, row0), row_values(p, fn, env, hd, row0 + 8)
+    return Tile(env, hd, unit, rows, i0)
 
 
 def row_values(p, fn, env, hd, row):

@@ -60,14 +60,18 @@ def counted_blocks(p, fn, env, m):
 # ------------------------------------------------------------------------------------- masks with holes
 def ballots(p, fn, env, i0, i1, chunk):
     """One block a lane: which of blocks 32 chunk … 32 chunk + 31 are visible at all, and which without a mask."""
-    j0 = (chunk * 32 + cute.arch.lane_idx()) * p.tile_kv
-    j1 = cutlass.min(j0 + p.tile_kv, env.kv_len) - 1
+    start = (chunk * 32 + cute.arch.lane_idx()) * p.tile_kv
+    # blocks past the keys count as their last key: what is asked of a block may read memory
+    j0 = cutlass.min(start, env.kv_len - 1)
+    j1 = cutlass.min(start + p.tile_kv, env.kv_len) - 1
     lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
     may, must = classify_tile(fn, env, i0, i1, j0, j1)
-    inside = (j0 < env.kv_len) & (j0 < hi) & (j1 >= lo)
+    inside = (start < env.kv_len) & (j0 < hi) & (j1 >= lo)
     clear = ((j0 >= clear_lo) & (j1 < clear_hi)) | must
     seen = Boolean(inside & may)
-    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (j0 + p.tile_kv <= env.kv_len))
+    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(
+        seen & clear & (start + p.tile_kv <= env.kv_len)
+    )
 
 
 @cute.jit

@@ -74,12 +74,15 @@ def reset(state: State) -> None:
 
 
 def hide(p, fn, S, tile, col0):
-    """Scores of keys that do not exist become -inf."""
+    """Scores of keys that do not exist become what the unit makes -inf."""
     cls = columns(p, fn, tile, col0)
+    hidden = Float32(NEG_INF)
+    if not p.unit_positive:
+        hidden = cutlass.select_(tile.unit < 0.0, -hidden, hidden)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
             seen = visible(p, fn, tile, i, cls[e[2], e[1]], col0, 8 * e[2] + e[1])
-            S[e] = cutlass.select_(seen, S[e], Float32(NEG_INF))
+            S[e] = cutlass.select_(seen, S[e], hidden)
 
 
 def touch(p, fn, S, tile, col0, unit, masked: bool):

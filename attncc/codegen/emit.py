@@ -27,7 +27,8 @@ IN_RANGE = frozenset(("b", "h", "g", "iq"))  # leaves that never leave the exten
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
 FAST = {"exp": "exp({})", "log": "log({})", "sigmoid": "sigmoid({})", "softplus": "softplus({})",
-        "logsigmoid": "-softplus(-{})", "exp2": "cute.arch.exp2({})", "tanh": "cute.math.tanh({}, fastmath=True)",
+        "logsigmoid": "-softplus(-{})", "exp2": "cute.math.exp2({}, fastmath=True)",
+        "tanh": "cute.math.tanh({}, fastmath=True)",
         "log2": "cute.math.log2({}, fastmath=True)", "sqrt": "cute.math.sqrt({}, fastmath=True)",
         "rsqrt": "cute.math.rsqrt({}, fastmath=True)", "log1p": "cute.math.log1p({})", "sin": "sin({})",
         "cos": "cos({})", "floor": "cute.math.floor({})"}  # fmt: skip

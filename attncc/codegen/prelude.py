@@ -47,7 +47,7 @@ def bit(word, n):
 """,
     "exp": """
 def exp(x):
-    return cute.arch.exp2(x * 1.4426950408889634)
+    return cute.math.exp2(x * 1.4426950408889634, fastmath=True)
 """,
     "log": """
 def log(x):
@@ -55,12 +55,12 @@ def log(x):
 """,
     "sigmoid": """
 def sigmoid(x):
-    return cute.arch.rcp_approx(1.0 + cute.arch.exp2(x * -1.4426950408889634))
+    return cute.arch.rcp_approx(1.0 + cute.math.exp2(x * -1.4426950408889634, fastmath=True))
 """,
     "softplus": """
 def softplus(x):
-    tail = cute.math.log2(1.0 + cute.arch.exp2(cute.arch.fmax(x, -x) * -1.4426950408889634), fastmath=True)
-    return cute.arch.fmax(x, Float32(0.0)) + tail * 0.6931471805599453
+    small = cute.math.exp2(cute.arch.fmax(x, -x) * -1.4426950408889634, fastmath=True)
+    return cute.arch.fmax(x, Float32(0.0)) + cute.math.log2(1.0 + small, fastmath=True) * 0.6931471805599453
 """,
     "turn": '''
 def turn(x):
@@ -79,7 +79,7 @@ def cos(x):
     "power": '''
 def power(x, y):
     """x ** y as C's pow: a negative x has a value for integer y only."""
-    size = cute.arch.exp2(y * cute.math.log2(cute.arch.fmax(x, -x), fastmath=True))
+    size = cute.math.exp2(y * cute.math.log2(cute.arch.fmax(x, -x), fastmath=True), fastmath=True)
     whole = cute.math.floor(y) == y
     odd = cute.math.floor(y * 0.5) * 2.0 != y
     signed = cutlass.select_(whole, cutlass.select_(odd, -size, size), Float32(float("nan")))

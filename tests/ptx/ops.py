@@ -63,6 +63,8 @@ RULES = [
     rule("abs", "s16 s32 s64", "", "T T", "absolute"),
     rule("neg", "s16 s32 s64", "", "T T", "negative"),
     rule("add", "f32 f64", "rn ftz", "T T T", "add"),
+    rule("add.rz", "f32", "ftz", "T T T", "toward_zero($a.astype(f8) + $b)"),
+    rule("mul.rz", "f32", "ftz", "T T T", "toward_zero($a.astype(f8) * $b)"),
     rule("sub", "f32 f64", "rn ftz", "T T T", "subtract"),
     rule("mul", "f32 f64", "rn ftz", "T T T", "multiply"),
     rule("fma", "f32", "rn ftz", "T T T T", "$a.astype(f8) * $b + $c"),
@@ -161,6 +163,11 @@ _WIDER = {"i2": "i4", "u2": "u4", "i4": "i8", "u4": "u8"}
 
 def wide(a):
     return a.astype(_WIDER[a.dtype.str[1:]])
+
+
+def toward_zero(exact):
+    near = exact.astype("f4")
+    return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
 
 
 def mul_hi(a, b):
@@ -330,7 +337,7 @@ UFUNCS = """add subtract multiply divide minimum maximum fmin fmax absolute nega
     less_equal greater greater_equal where copyto rint trunc floor ceil
     left_shift right_shift"""
 HELPERS = {f.__name__: f for f in (
-    wide, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind, bfind_shift, bfe,
+    wide, toward_zero, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind, bfind_shift, bfe,
     bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int)}  # fmt: skip
 HELPERS.update({name: getattr(np, name) for name in UFUNCS.split()})
 HELPERS.update({t: np.dtype(t) for t in ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")})

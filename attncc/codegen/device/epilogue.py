@@ -28,8 +28,8 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, state, tile, lse):
         if const_expr(p.sink):
             k = sink_of(fn, tile, i)
             new = cute.arch.fmax(base, k)
-            factor = cute.arch.exp2(base - new)
-            whole = s * factor + cute.arch.exp2(k - new)
+            factor = cute.math.exp2(base - new, fastmath=True)
+            whole = s * factor + cute.math.exp2(k - new, fastmath=True)
         inv = cutlass.select_(s == 0.0, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
         for e in row_elems(i, p.tile_vo):
             O[e] = O[e] * inv

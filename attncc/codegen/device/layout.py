@@ -7,10 +7,10 @@ Rows are kept in panels as wide as a swizzle atom: 64 features (128 bytes) where
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import BFloat16, Float16, Float32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-K_MAJOR = warpgroup.OperandMajorMode.K
-MN_MAJOR = warpgroup.OperandMajorMode.MN
+K_MAJOR = OperandMajorMode.K
+MN_MAJOR = OperandMajorMode.MN
 ATOM = warpgroup.SmemLayoutAtomKind
 FAR = 1 << 20  # nominal extent of dynamic modes; the real bounds live in the tensor maps
 

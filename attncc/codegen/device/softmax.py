@@ -100,7 +100,7 @@ def exponentials(p, S, P, part, exponent):
     """P = 2^exponent(S) as words of p.dtype, part = this thread's row sums (two each).  S stays."""
     for n in range(p.tile_kv // 8):
         for i in range(2):
-            x = [cute.arch.exp2(exponent(S[i, c, n], i, c, n)) for c in range(2)]
+            x = [cute.math.exp2(exponent(S[i, c, n], i, c, n), fastmath=True) for c in range(2)]
             for c in range(2):
                 part[2 * i + c] = x[c] if n == 0 else part[2 * i + c] + x[c]
             P[2 * n + i] = pack(p, x[0], x[1])
@@ -164,7 +164,7 @@ def soften(
         for i in cutlass.range_constexpr(2):
             peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
             new = cute.arch.fmax(state.top[i], peak)
-            state.grow[i] = cute.arch.exp2((state.top[i] - new) * scale)
+            state.grow[i] = cute.math.exp2((state.top[i] - new) * scale, fastmath=True)
             state.top[i] = new
         exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale)
         for i in cutlass.range_constexpr(2):

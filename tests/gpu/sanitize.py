@@ -1,0 +1,37 @@
+"""Every kernel once or twice on small shapes, and nothing else: what compute-sanitizer runs.
+
+    compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize.py
+    compute-sanitizer --tool synccheck python3 tests/gpu/sanitize.py          (and initcheck)
+
+memcheck sees small allocations only under PYTORCH_NO_CUDA_MEMORY_CACHING=1.  `--kernel-regex kns=attncc` leaves out
+torch's own kernels.  Results are not judged here: the tests do that.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import cases
+import torch
+from checks import compile_case, inputs_for, poisoned
+
+SHAPES = [(1, 129, 300, 2, 1), (2, 70, 33, 3, 1)]
+
+
+def main() -> None:
+    todo = [c for c in cases.all_cases() if c.variant != "enormous"]  # its table alone is gigabytes
+    for case in todo:
+        for sizes in SHAPES:
+            shape = case.shape(*sizes)
+            given = cases.ODD_SCALARS.get(case.variant, [{}])[0] if case in cases.odd_cases() else {}
+            x = inputs_for(case, shape, 1, **given)
+            out, lse = poisoned(case, shape)
+            softmax = case.load().scan.kind == "softmax"
+            wanted = {"lse": lse, "return_lse": True} if softmax else {}
+            compile_case(case)(x.q, x.k, x.v, out=out, **wanted, **x.params)
+        torch.cuda.synchronize()
+    print(f"{len(todo)} kernels, {len(SHAPES)} shapes", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,6 +70,7 @@ class Region:
     """One clause over a tile.  The cells where it holds have keys >= every `low` and <= every `high` (neither knows
     of j0, j1); there are none unless `when` (free of j0, j1 too) and each of `rest`."""
 
+    clause: Clause
     bounds: list[Bound]
     reads: Reads
     used: Clause = ()  # what of it is known
@@ -150,7 +151,8 @@ class Region:
 
     @property
     def exact(self) -> bool:
-        return not self.rest and not self.unknown and all(b.exact for b in self.bounds)
+        """Do bounds and invariant conditions say all that the clause does?"""
+        return len(self.bounds) + len(self.tests) == len(self.clause) and all(b.exact for b in self.bounds)
 
     # ---------------------------------------------------------------------------------------------- closure
     @cached_property
@@ -310,7 +312,7 @@ def _offsets(limits: list[tuple[Bound, Expr]]) -> list[Expr]:
 def region(clause: Clause, reads: Reads, facts: Sequence[Fact] = ()) -> Region | None:
     """The clause over a tile, where `facts` hold; None where it can't hold."""
     solved = [(x, solve(x, reads) if isinstance(x, AtMost) else None) for x in clause]
-    r = Region([b for _, b in solved if b is not None], reads, facts=list(facts))
+    r = Region(clause, [b for _, b in solved if b is not None], reads, facts=list(facts))
     settled = r.tight  # do the literals so far hold in the cells whose ends are looked at?
     for x, bound in solved:
         safe = all(map(reads.anywhere, parts(x)))

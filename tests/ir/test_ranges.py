@@ -13,7 +13,7 @@ from mask_tiles import HUGE, SIZES, check, dense, variant
 
 from attncc import frontend
 from attncc.diagnostics import Source
-from attncc.ir.nodes import objects
+from attncc.ir.nodes import I32, Const, Leaf, Param, make, objects
 from attncc.ir.ranges import tile_ranges
 from attncc.ir.ranges_eval import EMPTY, FULL, PARTIAL, evaluate, tile_map
 
@@ -217,6 +217,14 @@ def test_order_of_a_tensor_that_is_not_sorted_is_unknown():
     for doc in itertools.product(range(2), repeat=4):
         values = {"doc": np.array(doc)[None]}
         check(v, r, dense(v, 4, 4, values), values, exact=False)
+
+
+def test_what_may_hold_anywhere_is_no_run_of_keys():
+    """Division by 0 has no value: a tile may have cells with any, and a row's keys are not called a run."""
+    nothing = make("mul", make("floordiv", Leaf("i"), Const(0, I32)), Const(0, I32))
+    r = tile_ranges(replace(variant("true", "w: i32"), mask=make("lt", Param("w", I32), nothing)))
+    assert r.may is None and r.must is None and r.hi == Leaf("kv_len") and r.clear_hi == Const(0, I32)
+    assert not r.contiguous
 
 
 def test_sorted_words_are_not_sorted_integers():

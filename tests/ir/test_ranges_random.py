@@ -103,9 +103,20 @@ def inputs(draw):
     return qo_len, kv_len, values
 
 
-@settings(max_examples=150, deadline=None)
-@given(MASKS, st.lists(inputs(), min_size=2, max_size=2))
-def test_sound(mask, several):
+POINTS = st.sampled_from([I, J, I, J, IQ])
+LIMITS = st.one_of(
+    FREE, SMALL, READS,
+    st.builds(make, any_of("add", "sub"), POINTS, st.one_of(FREE, SMALL)),
+    st.builds(lambda x, n: make("mul", make("floordiv", x, n), n), POINTS, st.one_of(FREE, st.just(number(3)))),
+)  # fmt: skip
+LINES = st.builds(
+    lambda c, x, y, swap: make(c, *((y, x) if swap else (x, y))),
+    any_of("lt", "le", "lt", "le", "eq", "ne"), st.one_of(POINTS, LIMITS), LIMITS, st.booleans(),
+)  # fmt: skip
+BANDS = st.recursive(LINES, lambda inner: st.builds(make, any_of("and", "and", "or"), inner, inner), max_leaves=5)
+
+
+def sound(mask, several):
     v = replace(BASE, mask=mask)
     r = tile_ranges(v)
     note(f"{r}")
@@ -115,3 +126,16 @@ def test_sound(mask, several):
         except IndexError:  # the mask reads where it may not
             assume(False)
         check(v, r, cells, values, exact=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(MASKS, st.lists(inputs(), min_size=2, max_size=2))
+def test_sound(mask, several):
+    sound(mask, several)
+
+
+@settings(max_examples=100, deadline=None)
+@given(BANDS, st.lists(inputs(), min_size=3, max_size=3))
+def test_sound_bands(mask, several):
+    """Many bounds on few things: what closes over what."""
+    sound(mask, several)

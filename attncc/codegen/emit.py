@@ -304,8 +304,10 @@ class Emitter:
         return at if holds else f"~{at}"
 
     def guards_of_condition(self, c: Expr) -> Guards:
-        """A condition that itself reads memory is read where it stands in the score: under `seen`."""
-        return Guards(((SEEN, True),)) if self.reads(c) and self.in_score else Guards()
+        """A condition that itself reads memory is read where it stands: in the score under `seen`."""
+        if not self.reads(c):
+            return Guards()
+        return Guards(((SEEN, True),)) if self.in_score else Guards(checked=True)
 
     in_score = False
 

@@ -110,7 +110,7 @@ def test_exact(name):
             check(v, r, cells, values, exact=True)
 
 
-EXTREMES = (-HUGE - 1, -HUGE, -5, 0, 3, 2**28, HUGE - 3, HUGE)
+EXTREMES = (-HUGE - 1, -HUGE, -5, 0, 3, 2**28, HUGE)
 WITH_ANY_SCALARS = (
     "i - w < j <= i",
     "i - w < j",
@@ -151,7 +151,7 @@ def test_sound_for_any_scalar(mask):
         for y in EXTREMES if "y" in mask else (1,):
             if not divides or (w and y):
                 values = {"w": w, "y": y}
-                for sizes in ((5, 5), (3, 6), (6, 3)):
+                for sizes in ((4, 6), (6, 3)):
                     check(v, r, dense(v, *sizes, values), values, exact=False)
 
 

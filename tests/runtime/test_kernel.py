@@ -150,7 +150,7 @@ def test_causal_kernels_get_sections_and_late_tiles(driver):
     kernel(*qkv(b=1, qo=1, kv=1))
     a, b = (launch.values for launch in driver.launches)
     assert (a["num_tiles_q"], a["late_tiles"]) == (8, 2)
-    assert a["section_heads"] == (32 << 20) // (16384 * 512) * 4
+    assert a["section_heads"] == (16 << 20) // (16384 * 512) * 4
     assert (b["section_heads"], b["late_tiles"]) == (8, 0)  # never more than there are heads
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 
 class Env(NamedTuple):
@@ -99,11 +99,26 @@ def row_values(p, fn, env, hd, row):
 def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
     """Does key col0 + off exist for row i of the thread?"""
     row = tile.rows[i]
-    if p.row_bounds:  # offsets are immediates: one comparison a bound
-        below_end = row.hi - col0 > off
-        return below_end & (row.lo - col0 <= off) if p.masks_below else below_end
+    if p.row_bounds:  # ptxas moves bits of a word to predicates seven at a time
+        bits = prefix(row.hi - col0)
+        if p.masks_below:
+            bits = bits & ~prefix(row.lo - col0)
+        return (bits & bit_of(off)) != 0
     j = col0 + off
     return (j < tile.env.kv_len) & fn.mask(tile.env, tile.hd, row.rw, cl, row.i, j)
+
+
+def prefix(n):
+    """A thread's columns 0, 1, 8, 9, 16, 17, … below n, as the low bits of a word."""
+    n = cutlass.min(cutlass.max(n, 0), 128)
+    count = 2 * (n >> 3) + cutlass.min(n & 7, 2)
+    return Int32((Int64(1) << Int64(count)) - 1)
+
+
+def bit_of(off: int) -> int:
+    """The bit of column `off` in such a word, as a signed 32-bit number."""
+    bit = 1 << (2 * (off // 8) + off % 8)
+    return bit - (1 << 32) if bit >> 31 else bit
 
 
 def columns(p, fn, tile: Tile, col0):

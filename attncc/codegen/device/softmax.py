@@ -166,6 +166,8 @@ def soften(
             new = cute.arch.fmax(state.top[i], peak)
             state.grow[i] = cute.math.exp2((state.top[i] - new) * scale, fastmath=True)
             state.top[i] = new
+        # subtracted first, so that the greatest weighs exactly 1; a second loop with one FMA a score for bases that
+        # are not large was slower in all (plain 3 %, ALiBi 2 %)
         exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale)
         for i in cutlass.range_constexpr(2):
             state.total[i] = state.total[i] * state.grow[i] + (part[2 * i] + part[2 * i + 1])

@@ -13,7 +13,7 @@ from attncc.codegen.config import KernelConfig
 from attncc.codegen.cubin import CubinFacts
 
 pytest.importorskip("cutlass")
-from attncc.codegen import build  # noqa: E402
+from attncc.codegen import build
 
 KINDS = ["tensormap", "ptr", "i32"]
 GOOD = CubinFacts(90, ((48, 128), (176, 8), (184, 4)), (384, 1, 1), 168, 0)

@@ -52,6 +52,7 @@ test-gpu: prebuild
 
 bench: prebuild
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/forward.py
+	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/head_dims.py
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/host.py
 
 clean:

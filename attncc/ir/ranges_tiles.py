@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from attncc.ir.nodes import BOOL, I32, Const, Expr, Leaf, Load, Op, leaves, objects
+from attncc.ir.nodes import BOOL, I32, Const, Expr, Leaf, Load, Op, objects
 from attncc.ir.ranges_bounds import KEY, ROW, Bound, direction, solve, tame
 from attncc.ir.ranges_clauses import AtMost, Clause, Literal, Reads, Residue, Test, joined, parts
 from attncc.ir.ranges_exprs import (
@@ -233,11 +233,12 @@ class Region:
         return Ends(choose(turns, ZERO, mod(x.low, n)), choose(turns, shift(n, -1), mod(x.high, n)), valid)
 
     def _load_ends(self, e: Load) -> Ends | None:
-        """At the ends of its index, which are the indices of cells that there are."""
+        """At the ends of its index, which are indices of cells: where difference constraints allow two cells, they
+        allow the one of the lower row and the lower key, and that of the higher ones."""
         if not self.reads.rising(e) or direction(e.index[-1], self.reads) is None:
             return None
         x = self.ends(e.index[-1])
-        if x is None or x.valid != TRUE or (not self.reads.anywhere(e) and leaves(e) >= {"i", "j"}):
+        if x is None or x.valid != TRUE:
             return None
         ends = x.low, x.high
         if e.index[-1] == ROW and self.reads.in_range(e):

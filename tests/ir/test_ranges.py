@@ -78,6 +78,11 @@ KNOWN = {
         "m: i32, n: i32", tuple({"m": x, "n": y} for x in (0, 1, 3, 7, 50) for y in (1, 2, 3, 20))),
     "dilated by 3": Known("j <= i and (i - j) % 3 == 0", lambda i, j: (j <= i) & ((i - j) % 3 == 0)),
     "dilated, residue": Known("j <= i and (i - j) % 3 == 2", lambda i, j: (j <= i) & ((i - j) % 3 == 2)),
+    "dilated, ahead": Known(
+        "j <= i + n and (j - i) % 3 == 0", lambda i, j, n: (j <= i + n) & ((j - i) % 3 == 0), "n: i32",
+        each("n", -4, -1, 0, 1, 2, 3, 7)),
+    "causal without even rows' own keys": Known(
+        "j <= i and not (i == j and i % 2 == 0)", lambda i, j: (j <= i) & ~((i == j) & (i % 2 == 0))),
     "same residue": Known("i % 3 == j % 3", lambda i, j: i % 3 == j % 3),
     "global and window": Known(
         "j < m or i < m or abs(i - j) <= n", lambda i, j, m, n: (j < m) | (i < m) | (abs(i - j) <= n),
@@ -279,7 +284,10 @@ GUARDED_READS = (
     "j <= i and block[j // 2] <= block[i // 2]",
     "i < 0 or block[i // 2] == 0",
     "(i < 0 or block[i // 2] == 0) and (j > 5 or (i + j) % 2 == 0)",  # some cell has a guard that is no bound
-    "i % 2 == 1 and table[i] <= j",
+    "i % 100 < 4 and table[i] <= j",  # the guard is no bound
+    "i % 100 < 50 and start[i] <= start[j]",
+    "4 * j + 3 <= i and table[(i - 3) // 2] <= j",  # a bound of keys, not of rows
+    "0 <= i < 3 and j <= i and j < 2 and table[i + j] <= j",
     "flag and table[w] <= j",
     "w >= 0 and w < 4 and j <= table[w]",
     "i >= 5 and start[i] <= j",  # no such row in a short tile

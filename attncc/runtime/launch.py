@@ -102,5 +102,7 @@ class Binding:
         """A ctypes object over the parameter (over the address word of a tensor map); a spare one where the kernel
         has no such parameter, so that callers write without asking."""
         param = self._params.get(name)
-        kind = {"i32": ctypes.c_int32, "f32": ctypes.c_float}.get(param["kind"] if param else "ptr", ctypes.c_uint64)
-        return kind() if param is None else kind.from_buffer(self._raw, self._shift + param["offset"])
+        if param is None:
+            return ctypes.py_object()  # takes any value
+        kind = {"i32": ctypes.c_int32, "f32": ctypes.c_float}.get(param["kind"], ctypes.c_uint64)
+        return kind.from_buffer(self._raw, self._shift + param["offset"])

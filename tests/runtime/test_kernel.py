@@ -386,14 +386,15 @@ def test_introspection(driver):
     )
 
 
-def test_a_parameter_the_kernel_does_not_read_is_still_checked(driver):
-    made = artifact(scalars=[("n", "i32", None)])
+@pytest.mark.parametrize(("kind", "value"), [("i32", 1), ("f32", 2.5), ("bool", True)])
+def test_a_parameter_the_kernel_does_not_read_is_still_checked(driver, kind, value):
+    made = artifact(scalars=[("n", kind, None)])
     params = made.manifest["kernels"]["forward"]["params"]
     params[:] = [p for p in params if p["name"] != "s.n"]
     kernel = Kernel(made, driver)
-    kernel(*qkv(), n=1)
+    kernel(*qkv(), n=value)
     assert "s.n" not in driver.launches[0].values
-    with pytest.raises(TypeError, match="missing parameter n: i32"):
+    with pytest.raises(TypeError, match=f"missing parameter n: {kind}"):
         kernel(*qkv())
 
 

@@ -68,6 +68,7 @@ RULES = [
     rule("sub", "f32 f64", "rn ftz", "T T T", "subtract"),
     rule("mul", "f32 f64", "rn ftz", "T T T", "multiply"),
     rule("fma", "f32", "rn ftz", "T T T T", "$a.astype(f8) * $b + $c"),
+    rule("fma.rm", "f32", "ftz", "T T T T", "downward($a.astype(f8) * $b + $c)"),
     rule("fma", "f64", "rn", "T T T T", "$a * $b + $c"),
     rule("div", "f32 f64", "rn ftz full approx", "T T T", "divide"),
     rule("min", "f32 f64", "ftz", "T T T", "fmin"),
@@ -168,6 +169,12 @@ def wide(a):
 def toward_zero(exact):
     near = exact.astype("f4")
     return np.where(np.abs(near) > np.abs(exact), np.nextafter(near, np.float32(0)), near)
+
+
+def downward(exact):
+    """To float32, toward -inf."""
+    near = exact.astype("f4")
+    return np.where(near > exact, np.nextafter(near, np.float32(-np.inf)), near)
 
 
 def mul_hi(a, b):
@@ -332,12 +339,17 @@ def to_int(x, dtype):
     return np.where(big, info.max, np.where(x < info.min, info.min, inside)).astype(dtype)
 
 
+def saturated(x):
+    """To [0, 1]; NaN becomes 0."""
+    return np.fmin(np.fmax(x, np.zeros_like(x)), np.ones_like(x))
+
+
 UFUNCS = """add subtract multiply divide minimum maximum fmin fmax absolute negative copysign sqrt reciprocal exp2 log2
     sin cos tanh isfinite isinf isnan bitwise_and bitwise_or bitwise_xor invert bitwise_count equal not_equal less
     less_equal greater greater_equal where copyto rint trunc floor ceil
     left_shift right_shift"""
 HELPERS = {f.__name__: f for f in (
-    wide, toward_zero, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind,
-    bfind_shift, bfe, bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int)}  # fmt: skip
+    wide, toward_zero, downward, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind,
+    bfind_shift, bfe, bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int, saturated)}  # fmt: skip
 HELPERS.update({name: getattr(np, name) for name in UFUNCS.split()})
 HELPERS.update({t: np.dtype(t) for t in ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")})

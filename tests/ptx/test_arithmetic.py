@@ -210,6 +210,13 @@ def test_fma_rounds_once():
     assert (got == np.float32(2.0**-24)).all()  # rounding the product first would give 0
 
 
+def test_fma_rounds_down():
+    """Added to 1.5 * 2^23, whose last bit is worth 1, a number is floored: what precise exponentials are made of."""
+    x = np.array([0.75, -0.75, 2.5, -3.0, 0.0, 100.999, -0.001, 3.999] * 4, "f4")
+    args = [("f32", x), ("f32", np.ones(32, "f4")), ("f32", np.full(32, 1.5 * 2.0**23, "f4"))]
+    assert (lanewise("fma.rm.f32 $d, $a, $b, $c;", args, "f32") - np.float32(1.5 * 2.0**23) == np.floor(x)).all()
+
+
 ORDERED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -333,6 +340,9 @@ def test_integer_to_float_and_between_floats():
     )
     assert (lanewise("cvt.rn.bf16.f32 $d, $a;", [("f32", a)], "bf16") == bf16(a)).all()
     assert (lanewise("cvt.rz.bf16.f32 $d, $a;", [("f32", a)], "bf16") == (a.view("u4") >> 16).astype("u2")).all()
+    np.testing.assert_array_equal(
+        lanewise("cvt.sat.f32.f32 $d, $a;", [("f32", a)], "f32"), np.where(a == a, np.clip(a, 0, 1), 0)
+    )
     got = lanewise("cvt.f32.bf16 $d, $a;", [("bf16", bf16(a))], "f32")
     np.testing.assert_array_equal(got, (bf16(a).astype("u4") << 16).view("f4"))
 
@@ -385,7 +395,7 @@ def test_immediates():
 
 
 @pytest.mark.parametrize(
-    "op", ["add.rm.f32 $d, $a, $b;", "frobnicate.f32 $d, $a, $b;", "add.cc.u32 $d, $a, $b;", "cvt.sat.f32.f32 $d, $a;"]
+    "op", ["add.rm.f32 $d, $a, $b;", "frobnicate.f32 $d, $a, $b;", "add.cc.u32 $d, $a, $b;", "cvt.sat.s32.f32 $d, $a;"]
 )
 def test_what_is_not_known_is_refused_with_its_line(op):
     a = sample("f32", 0)

@@ -301,7 +301,10 @@ class Translator:
         if kind == "bf16":
             x = f"from_bf16({x})"
         if "sat" in how:
-            raise ValueError(ins.op)
+            if to not in ("f32", "f64") or kind not in ("f32", "f64"):
+                raise ValueError(ins.op)
+            how.remove("sat")
+            x = f"saturated({x})"
         whole = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
         is_float, to_float = (k.startswith(("f", "bf")) for k in (kind, to))
         if how and how[0] in whole and is_float:

@@ -349,7 +349,7 @@ UFUNCS = """add subtract multiply divide minimum maximum fmin fmax absolute nega
     less_equal greater greater_equal where copyto rint trunc floor ceil
     left_shift right_shift"""
 HELPERS = {f.__name__: f for f in (
-    wide, toward_zero, downward, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev, bfind,
-    bfind_shift, bfe, bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int, saturated)}  # fmt: skip
+    wide, toward_zero, downward, mul_hi, int_div, int_rem, shift_left, shift_right, funnel, lop3, prmt, clz, brev,
+    bfind, bfind_shift, bfe, bfi, from_bf16, to_bf16, pack_bf16, pack, fused, half_op, to_int, saturated)}  # fmt: skip
 HELPERS.update({name: getattr(np, name) for name in UFUNCS.split()})
 HELPERS.update({t: np.dtype(t) for t in ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")})

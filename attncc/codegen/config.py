@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from attncc.ir.decompose import Logits, decompose, sign
-from attncc.ir.nodes import BOOL, Const, Leaf, Load, Op, Variant, leaves, walk
+from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, walk
 from attncc.ir.ranges import TileRanges, tile_ranges
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
@@ -36,6 +37,7 @@ class KernelConfig:
     row_bounds: bool  # a row sees exactly one run of keys, and the mask is two comparisons
     masks_below: bool  # ... which may start after key 0
     score: str  # "dot": the score is the dot product; "linear": rises with it, so -inf stays -inf; "any"
+    ramp: bool  # "linear", and what is added changes evenly from column to column (ALiBi)
     score_loads: bool  # a score reads memory lane by lane
     unit_positive: bool
     epilogue: bool
@@ -96,9 +98,15 @@ SHAPES: dict[int, tuple[int, int, int, int]] = {
 }
 
 
+@lru_cache(maxsize=8)
+def analysed(variant: Variant) -> tuple[TileRanges, Logits]:
+    """What tile choice and emission both ask of a variant; some masks take half a second."""
+    return tile_ranges(variant), decompose(variant)
+
+
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
     """The kernel for a specialised, simplified variant."""
-    ranges, logits = tile_ranges(variant), decompose(variant)
+    ranges, logits = analysed(variant)
     tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
     mask = variant.mask != Const(True, BOOL)
     counted = ranges.may is None and ranges.must is None
@@ -110,7 +118,8 @@ def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) 
         turns=True, dynamic=mask, early_item=counted and not masks_below and score == "dot",
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
         mask=mask, counted=counted, row_bounds=ranges.contiguous, masks_below=masks_below,
-        score=score, score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
+        score=score, ramp=score == "linear" and ramp(logits) is not None,
+        score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
     )  # fmt: skip
@@ -139,3 +148,32 @@ def kind_of_score(logits: Logits) -> str:
         case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1 and "dot" not in leaves(c):
             return "linear" if logits.unit_positive and not cell_loads(logits) else "any"
     return "any"
+
+
+def ramp(logits: Logits) -> tuple[Expr, Expr, Expr, int] | None:
+    """(a, c, coefficient, slope) where the score is a * dot + c and c = coefficient * f32(slope * j + …): the parts of
+    a line over the columns of a block; None where it is not one."""
+    match logits.score:
+        case Op("add", (Op("mul", (Leaf("dot"), a)), c)):
+            factor, near = (c.args[1], c.args[0]) if isinstance(c, Op) and c.op == "mul" else (Const(1.0, F32), c)
+            if isinstance(near, Op) and near.op == "f32" and not leaves(factor) & {"i", "iq", "j", "i0"}:
+                step = slope(near.args[0])
+                return None if not step or leaves(near) & {"i", "iq"} else (a, c, factor, step)
+    return None
+
+
+def slope(e: Expr) -> int | None:
+    """c where an i32 `e` is c * j + something without j; None where it is not known to be."""
+    match e:
+        case Leaf("j"):
+            return 1
+        case Op("add" | "sub", (a, b)):
+            sa, sb = slope(a), slope(b)
+            return None if sa is None or sb is None else sa + sb if e.op == "add" else sa - sb
+        case Op("neg", (a,)):
+            sa = slope(a)
+            return None if sa is None else -sa
+        case Op("mul", (a, Const(c)) | (Const(c), a)) if e.type.elem == "i32":
+            sa = slope(a)
+            return None if sa is None else sa * int(c)
+    return None if "j" in leaves(e) else 0

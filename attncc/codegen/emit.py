@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from attncc.ir.decompose import decompose
-from attncc.ir.nodes import F32, Const, Expr, Leaf, Load, Op, Param, TensorParam, Variant, walk
-from attncc.ir.ranges import TileRanges, tile_ranges
+from attncc.ir.decompose import Logits
+from attncc.ir.nodes import F32, Const, Expr, Leaf, Load, Op, Param, TensorParam, Variant, leaves, make, walk
+from attncc.ir.ranges import TileRanges
+from attncc.ir.rewrite import simplify_expr
 
-from .config import KernelConfig
+from .config import KernelConfig, analysed, ramp, slope
 from .prelude import IMPORTS, helpers_for
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
@@ -91,23 +92,6 @@ def reads_memory(e: Expr) -> bool:
     return any(isinstance(x, Load) for x in walk(e))
 
 
-def slope(e: Expr) -> int | None:
-    """c where an i32 `e` is c * j + something without j; None where it is not known to be."""
-    match e:
-        case Leaf("j"):
-            return 1
-        case Op("add" | "sub", (a, b)):
-            sa, sb = slope(a), slope(b)
-            return None if sa is None or sb is None else sa + sb if e.op == "add" else sa - sb
-        case Op("neg", (a,)):
-            sa = slope(a)
-            return None if sa is None else -sa
-        case Op("mul", (a, Const(c)) | (Const(c), a)) if e.type.elem == "i32":
-            sa = slope(a)
-            return None if sa is None else sa * int(c)
-    return None if any(isinstance(x, Leaf) and x.name == "j" for x in walk(e)) else 0
-
-
 class Emitter:
     """Writes the functions of one variant."""
 
@@ -172,6 +156,8 @@ class Emitter:
             return at_hand
         if isinstance(e, Leaf) and e.name in stage.leaves:
             return e.name
+        if e == Leaf("i0") and stage is self.col:
+            return self.block.export("i0")
         if e in self.sums:
             return f"sums[{self.sums[e]}]"
         precise = precise and self.rounds(e)
@@ -255,7 +241,7 @@ class Emitter:
         if e.args[0].type.elem == "f32":
             whole = f"cute.math.floor({a} / {b})"
             return whole if e.op == "floordiv" else f"{a} - {whole} * {b}"
-        c = e.args[1].value if isinstance(e.args[1], Const) else 0
+        c = int(e.args[1].value) if isinstance(e.args[1], Const) else 0
         if c > 0 and c & (c - 1) == 0:
             return f"{a} >> {c.bit_length() - 1}" if e.op == "floordiv" else f"{a} & {c - 1}"
         return f"{a} // {b}" if e.op == "floordiv" else f"{a} - {a} // {b} * {b}"  # the DSL's // floors, its % does not
@@ -276,11 +262,11 @@ class Emitter:
         ok = [self.condition(c, holds, stage) for c, holds in guards.conditions]
         if guards.checked:
             for k, x in index:
-                if not (isinstance(x, Leaf) and x.name in IN_RANGE):
+                if not (isinstance(x, Leaf) and (x.name in IN_RANGE or x.name == "e")):  # e has its own limit below
                     at = self.value(x, stage, guards)
                     size = self.param(f"t.{tensor.name}.size.{k}", "i32")
                     ok.append(f"({at} >= 0) & ({at} < {size})")
-        if any(isinstance(x, Leaf) and x.name == "e" for _, x in index):
+        if any("e" in leaves(x) for _, x in index):  # a tile has more features than there may be
             ok.append(f"(e < {self.head_dim_vo})")
         address = self.address(tensor, index, stage, guards)
         gate = " & ".join(f"({c})" if " " in c and not c.startswith("(") else c for c in dict.fromkeys(ok)) or "True"
@@ -373,17 +359,20 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...]) -> Iterable[tuple[int, 
 
 def emit(variant: Variant, config: KernelConfig) -> Emitted:
     """The functor module of a specialised, simplified variant."""
-    logits = decompose(variant)
+    ranges, logits = analysed(variant)
     m = Emitter(variant, config.head_dim_vo)
     all_below = (m.head, m.row, m.col)
 
     stage = m.cell("unit", (), (m.head,))
-    m.function("unit(hd)", stage, m.head.export(m.value(logits.unit, m.head)))
+    unit = simplify_expr(make("max", logits.unit, Const(1e-30, F32))) if logits.unit_positive else logits.unit
+    m.function("unit(hd)", stage, m.head.export(m.value(unit, m.head)))  # a hidden score times it must be -inf
     stage = m.cell("score", ("dot", "i", "j", "seen"), all_below)
     m.in_score = True
     result = m.value(logits.score, stage, Guards(((SEEN, True),)))
     m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
     m.in_score = False
+    if config.ramp:
+        emit_ramp(m, logits)
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
     # neither stands under `seen`: a row may see no key at all, and a block may reach past kv_len
     unseen = Guards(checked=True)
@@ -393,9 +382,20 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     if variant.scan.sink is not None:
         base2 = Op("mul", (variant.scan.sink, Const(math.log2(math.e), F32)), F32)
         m.function("sink(x, hd, rw, i)", stage := m.cell("sink", ("i",), (m.head, m.row)), m.value(base2, stage))
-    emit_ranges(m, tile_ranges(variant))
+    emit_ranges(m, ranges)
     emit_epilogue(m, variant)
     return Emitted(variant.name, m.text(), tuple(m.params))
+
+
+def emit_ramp(m: Emitter, logits: Logits) -> None:
+    """score = a * dot + start + step * off."""
+    parts = ramp(logits)
+    assert parts is not None
+    a, line, coefficient, per_column = parts
+    step = make("mul", coefficient, Const(float(per_column), F32))
+    values = [m.head.export(m.value(a, m.head)), m.block.export(m.value(line, m.block)),
+              m.head.export(m.value(simplify_expr(step), m.head))]  # fmt: skip
+    m.function("ramp(hd, bk)", m.cell("ramp", (), ()), ", ".join(values))
 
 
 def emit_ranges(m: Emitter, ranges: TileRanges) -> None:
@@ -413,7 +413,9 @@ def emit_epilogue(m: Emitter, variant: Variant) -> None:
     sums = [x for x in walk(variant.epilogue) if isinstance(x, Op) and x.op == "sum"]
     for k, node in enumerate(sums):
         stage = m.cell(f"sum {k}", args, (m.head,))
-        m.function(f"partial_{k}(x, hd, rw, i, iq, lse, o, e, sums)", stage, m.value(node.args[0], stage))
+        # summed for every row, whatever guards stand around its uses
+        term = m.value(node.args[0], stage, Guards(checked=True))
+        m.function(f"partial_{k}(x, hd, rw, i, iq, lse, o, e, sums)", stage, term)
         m.sums[node] = k
     stage = m.cell("epilogue", args, (m.head,))
     m.function("epilogue(x, hd, rw, i, iq, lse, o, e, sums)", stage, m.value(variant.epilogue, stage))

@@ -7,8 +7,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
-from .functors import feature_of, shift_of, sink_of
+from .functors import NEG_INF, feature_of, shift_of, sink_of
 from .layout import coords, element, mma_values, quad, row_elems
+from .softmax import chains
 
 LN2 = math.log(2.0)
 BAR_STORE = 8  # named barriers 8.. : one a consumer warpgroup
@@ -30,7 +31,9 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, state, tile, lse):
             new = cute.arch.fmax(base, k)
             factor = cute.math.exp2(base - new, fastmath=True)
             whole = s * factor + cute.math.exp2(k - new, fastmath=True)
-        inv = cutlass.select_(s == 0.0, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
+        # a base of -inf: so are all logits of the row, which weigh nothing
+        empty = (s == 0.0) | (base == NEG_INF)
+        inv = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
         for e in row_elems(i, p.tile_vo):
             O[e] = O[e] * inv
         lse[i] = cutlass.select_(whole == 0.0, -Float32.inf, LN2 * (new + cute.math.log2(whole, fastmath=True)))
@@ -42,12 +45,12 @@ def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, tile, lse, c_in:
     for i in cutlass.range_constexpr(2):
         sums = ()
         for k in cutlass.range_constexpr(p.epilogue_sums):
-            acc = Float32(0.0)
+            terms = []
             for e in row_elems(i, p.tile_vo):
                 col = c_in + (8 * e[2] + e[1])
                 term = feature_of(fn, f"partial_{k}", tile, i, lse[i], O[e], col, sums)
-                acc = acc + cutlass.select_(col < p.head_dim_vo, term, Float32(0.0))
-            sums = (*sums, quad(plus, acc))
+                terms.append(cutlass.select_(col < p.head_dim_vo, term, type(term)(0)))  # f32 or i32
+            sums = (*sums, quad(plus, chains(plus, terms, 1)))
         for e in row_elems(i, p.tile_vo):
             O[e] = feature_of(fn, "epilogue", tile, i, lse[i], O[e], c_in + (8 * e[2] + e[1]), sums)
 

@@ -151,7 +151,7 @@ def consume(
         i0, _ = positions(p, env, item.m)
         row0 = (item.m * p.warpgroups + w) * 64 + r_in
         tile = open_tile(p, fn, env, i0, row0)
-        reset(state)
+        reset(p, state, tile)
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
         block = block_of(p, tags, ks, item, 0, c_in)

@@ -9,6 +9,7 @@ tuples, each computed once at its own level:
   col(x, hd, bk, j, off)         -> cl   of column j = first + off, shared by the thread's two rows
   unit(hd)                       logit in base 2 = unit * score + shift
   score(x, hd, rw, cl, dot, i, j, seen)  seen: a lane that may read memory
+  ramp(hd, bk)                   (a, start, step) where score = a * dot + start + step * off
   shift(x, hd, rw, i, i0)
   mask(x, hd, rw, cl, i, j)      is key j there for row i
   sink(x, hd, rw, i)             the sink logit, base 2
@@ -126,6 +127,11 @@ def columns(p, fn, tile: Tile, col0):
     bk = fn.block(tile.env, tile.hd, tile.i0, col0)
     where = [(n, c) for n in range(p.tile_kv // 8) for c in range(2)]
     return {(n, c): fn.col(tile.env, tile.hd, bk, col0 + (8 * n + c), 8 * n + c) for n, c in where}
+
+
+def ramp_of(fn, tile: Tile, col0):
+    """(a, start, step) with score = a * dot + start + step * off."""
+    return fn.ramp(tile.hd, fn.block(tile.env, tile.hd, tile.i0, col0))
 
 
 def score_of(fn, tile: Tile, i: int, cl, dot, j, seen):

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from .functors import NEG_INF, columns, score_of, visible
+from .functors import NEG_INF, columns, ramp_of, score_of, visible
 from .layout import quad, row_elems
 
 FLOOR = -1.0e30  # base of a row that has seen no key: finite, so no -inf guards are needed
@@ -67,8 +67,11 @@ def new_state() -> State:
     return State(*(cute.make_rmem_tensor((2,), Float32) for _ in range(3)))
 
 
-def reset(state: State) -> None:
-    state.top.fill(FLOOR)
+def reset(p, state: State, tile) -> None:
+    floor = Float32(FLOOR)
+    if p.unit_positive:  # times a large unit it must stay finite
+        floor = floor * cute.arch.rcp_approx(cute.arch.fmax(tile.unit, Float32(1.0)))
+    state.top.fill(floor)
     state.total.fill(0.0)
     state.grow.fill(1.0)
 
@@ -114,6 +117,11 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
     base = [state.top[i] * (unit if p.unit_positive else Float32(1.0)) for i in range(2)]
     if const_expr(p.score == "dot"):
         exponentials(p, S, P, part, lambda s, i, c, n: s * unit - base[i])
+    elif const_expr(p.ramp):  # two FMAs a score
+        a, start, step = ramp_of(fn, tile, col0)
+        begin = [start * unit - base[i] for i in range(2)]
+        a, step = a * unit, step * unit
+        exponentials(p, S, P, part, lambda s, i, c, n: s * a + (step * float(8 * n + c) + begin[i]))
     else:
         cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True

@@ -81,20 +81,33 @@ class Kernel:
         return f"<attncc.Kernel {self.variant}({', '.join(takes)}) head_dim {head_dim}, {m['dtype']}, {m['arch']}>"
 
     def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, **params):
-        if self._defaults:
-            params = {**self._defaults, **params}
-        if params.keys() != self._spec.names:
-            check.refuse_names(self._spec, params)
-        scalars = [convert(params[name]) for name, convert in self._scalars]
-        return self._run([q, k, v, *[params[name] for name in self._tensors]], scalars, out, lse, return_lse)
+        tensors, scalars = (q, k, v), ()
+        if params or self._spec.names:
+            if self._defaults:
+                params = {**self._defaults, **params}
+            if params.keys() != self._spec.names:
+                check.refuse_names(self._spec, params)
+            scalars = [convert(params[name]) for name, convert in self._scalars]
+            for name in self._tensors:
+                tensors += (params[name],)
+        return self._run(tensors, scalars, out, lse, return_lse)
 
-    def _run(self, tensors: list[Any], scalars: list[int | float], out: Any, lse: Any, return_lse: bool):
-        given = tensors if out is None and lse is None else [*tensors, *[t for t in (out, lse) if t is not None]]
-        try:
+    def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
+        q, k, v = tensors[:3]
+        try:  # q, k, v by hand: a loop over them takes half as long again
             signature = (
-                *[(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in given],
+                q.shape, q.stride(), q.dtype, q.device, q.requires_grad,
+                k.shape, k.stride(), k.dtype, k.device, k.requires_grad,
+                v.shape, v.stride(), v.dtype, v.device, v.requires_grad,
                 out is None, lse is None, return_lse,
             )  # fmt: skip
+            given = tensors[3:]
+            if out is not None:
+                given += (out,)
+            if lse is not None:
+                given += (lse,)
+            for t in given:
+                signature += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
             bound = self._bindings.get(signature)
         except (AttributeError, TypeError, RuntimeError):  # not strided tensors: _bind says which
             signature = bound = None
@@ -200,15 +213,16 @@ class _Results:
 
     def __init__(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...], dtype: torch.dtype, device: Any):
         self.out_shape, self.dtype, self.device = out_shape, dtype, device
-        # `empty_like` of one broadcast element takes half the time of `empty` with its shape, dtype and device.
-        self._out = torch.empty((), dtype=dtype, device=device).expand(out_shape)
-        self._lse = torch.empty((), dtype=torch.float32, device=device).expand(lse_shape)
+        # `empty_like` of one broadcast element takes half the time of `empty` with its shape, dtype and device, and
+        # what it makes is contiguous unasked.
+        self._out = torch.empty((1,) * len(out_shape), dtype=dtype, device=device).expand(out_shape)
+        self._lse = torch.empty((1,) * len(lse_shape), dtype=torch.float32, device=device).expand(lse_shape)
 
     def make_out(self) -> torch.Tensor:
-        return torch.empty_like(self._out, memory_format=torch.contiguous_format)
+        return torch.empty_like(self._out)
 
     def make_lse(self) -> torch.Tensor:
-        return torch.empty_like(self._lse, memory_format=torch.contiguous_format)
+        return torch.empty_like(self._lse)
 
 
 class _Nothing:
@@ -238,7 +252,7 @@ class _Copies:
         copies = {n: named[n].clone(memory_format=torch.contiguous_format) for n in self._unfit}
         fit = {**named, **copies}
         results = self._kernel._run(
-            [fit["q"], fit["k"], fit["v"], *tensors[3:]], scalars, fit["out"], fit["lse"], return_lse
+            (fit["q"], fit["k"], fit["v"], *tensors[3:]), scalars, fit["out"], fit["lse"], return_lse
         )
         for name in copies.keys() & {"out", "lse"}:
             named[name].copy_(copies[name])
@@ -254,13 +268,16 @@ class _Launch:
 
     def __init__(self, kernel: Kernel, device: _Device, binding: launch.Binding, results: _Results, empty_kv: bool):
         spec = kernel._spec
-        self._kernel, self._device, self._driver, self._binding = kernel, device, device.driver, binding
+        self._kernel, self._driver, self._binding = kernel, device.driver, binding
+        self._index, self._take = device.index, device.workspace.take
         self._results, self._empty_kv = results, empty_kv
         self._q, self._k, self._v, self._o = (binding.cell(name) for name in launch.MAPS)
         self._lse, self._tickets = binding.cell("lse"), binding.cell("tickets")
-        self._scalars = [binding.cell(f"s.{s.name}") for s in spec.scalars]
+        # With the places of their values among the arguments of `call`: `zip` takes longer than a look-up.
+        self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
         self._pointers = [
-            (binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1) for t in spec.tensors
+            (n, binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1)
+            for n, t in enumerate(spec.tensors, start=3)
         ]
 
     def call(self, tensors, scalars, out, lse, return_lse):
@@ -272,20 +289,22 @@ class _Launch:
             return _Copies(self._kernel, unfit).call(tensors, scalars, out, lse, return_lse)
         out = self._results.make_out() if out is None else out
         lse = self._results.make_lse() if lse is None and return_lse else lse
-        driver, device, binding = self._driver, self._device, self._binding
-        stream = driver.current_stream(device.index)
-        tickets, zeros, alive = device.workspace.take(stream, driver.is_capturing(stream))
+        driver, binding = self._driver, self._binding
+        stream = driver.current_stream(self._index)
+        tickets, zeros, alive = self._take(stream, driver.is_capturing(stream))
+        if self._empty_kv:
+            k = v = zeros
         with binding.lock:
             self._q.value = q
-            self._k.value = zeros if self._empty_kv else k
-            self._v.value = zeros if self._empty_kv else v
+            self._k.value = k
+            self._v.value = v
             self._o.value = out.data_ptr()
             self._lse.value = 0 if lse is None else lse.data_ptr()
             self._tickets.value = tickets
-            for cell, value in zip(self._scalars, scalars, strict=True):
-                cell.value = value
-            for (cell, mask), t in zip(self._pointers, tensors[3:], strict=True):
-                cell.value = pointer = t.data_ptr()
+            for n, cell in self._scalars:
+                cell.value = scalars[n]
+            for n, cell, mask in self._pointers:
+                cell.value = pointer = tensors[n].data_ptr()
                 if pointer & mask:
                     raise ValueError(
                         f"a tensor parameter of {self._kernel.variant}: misaligned elements at {pointer:#x}"

@@ -137,16 +137,28 @@ def test_the_second_gpu_whatever_the_current_one(seed: int) -> None:
         kernel(there[0], x.k, there[2])
 
 
-@pytest.mark.parametrize("case", [CAUSAL, LOCAL], ids=str)
-def test_host_time_of_a_call(case, seed: int) -> None:
-    """At most 15 µs, median of batches that the device keeps up with."""
-    x = inputs_for(case, case.shape(1, 1, 1, 1, 1), seed)
-    kernel = compile_case(case)
+def median_batch(call) -> float:
+    """Seconds that a call takes on the host: median over batches of 20, each of which the device has time to finish."""
     times = []
     for _ in range(200):
         begun = time.perf_counter()
         for _ in range(20):
-            kernel(x.q, x.k, x.v, **x.params)
+            call()
         times.append((time.perf_counter() - begun) / 20)
         torch.cuda.synchronize()
-    assert statistics.median(times) <= 15e-6, f"{statistics.median(times) * 1e6:.1f} µs"
+    return statistics.median(times)
+
+
+@pytest.mark.parametrize("case", [CAUSAL, LOCAL], ids=str)
+def test_host_time_of_a_call(case, seed: int) -> None:
+    """At most 15 µs, median of batches that the device keeps up with.
+
+    On a slower host, where `torch.empty_like` of a small CUDA tensor (kept: no deallocation) takes more than 1.8 µs, 15
+    µs times that ratio.
+    """
+    x = inputs_for(case, case.shape(1, 1, 1, 1, 1), seed)
+    kernel = compile_case(case)
+    call = median_batch(lambda: kernel(x.q, x.k, x.v, **x.params))
+    kept = []
+    allowed = 15e-6 * max(1.0, median_batch(lambda: kept.append(torch.empty_like(x.q))) / 1.8e-6)
+    assert call <= allowed, f"{call * 1e6:.1f} µs, allowed {allowed * 1e6:.1f}"

@@ -154,6 +154,33 @@ def test_causal_kernels_get_sections_and_late_tiles(driver):
     assert (b["section_heads"], b["late_tiles"]) == (8, 0)  # never more than there are heads
 
 
+@pytest.mark.parametrize(("b", "qo", "heads"), [(2, 300, 8), (1, 1, 1), (1, 5, 1), (3, 1, 1), (1, 1, 2)])
+def test_results_are_contiguous_whatever_the_inputs_are(driver, b, qo, heads):
+    q, k, v = qkv(b=b, qo=qo, heads=heads, kv_heads=1)
+    out, lse = Kernel(artifact(), driver)(q.transpose(1, 2).contiguous().transpose(1, 2), k, v, return_lse=True)
+    assert out.stride() == torch.empty(b, qo, heads, 128).stride()
+    assert lse.stride() == torch.empty(b, qo, heads).stride()
+
+
+def test_a_call_is_told_apart_by_what_it_gives(driver):
+    """Calls with the same tensors in other roles, and with None for a tensor, never share a binding."""
+    kernel = Kernel(artifact(tensors=[("a", ["h", "e"], "f32"), ("c", ["x"], "f32")]), driver)
+    inputs, a, c = qkv(), torch.zeros(8, 128), torch.zeros(4)
+    lse = torch.zeros(2, 300, 8)
+    for _ in range(2):
+        kernel(*inputs, a=a, c=c)
+        kernel(*inputs, a=a, c=c, lse=lse)
+        kernel(*inputs, a=a, c=c, out=torch.zeros(2, 300, 8, 128, dtype=BF16))
+        with pytest.raises(TypeError, match=r"c: expected a torch\.Tensor, found NoneType"):
+            kernel(*inputs, a=a, c=None, lse=c)
+        with pytest.raises(TypeError, match=r"a: expected a torch\.Tensor, found NoneType"):
+            kernel(*inputs, a=None, c=a)
+    assert len(kernel._bindings) == 3
+    assert [bool(launch.values["lse"]) for launch in driver.launches] == [False, True, False] * 2
+    assert {launch.values["t.a"] for launch in driver.launches} == {a.data_ptr()}
+    assert {launch.values["t.c"] for launch in driver.launches} == {c.data_ptr()}
+
+
 # ---------------------------------------------------------------------- memory that the caller gives
 
 

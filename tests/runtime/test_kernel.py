@@ -171,6 +171,8 @@ def test_a_call_is_told_apart_by_what_it_gives(driver):
         kernel(*inputs, a=a, c=c)
         kernel(*inputs, a=a, c=c, lse=lse)
         kernel(*inputs, a=a, c=c, out=torch.zeros(2, 300, 8, 128, dtype=BF16))
+        with pytest.raises(ValueError, match="out: expected shape"):
+            kernel(*inputs, a=a, c=c, out=lse)
         with pytest.raises(TypeError, match=r"c: expected a torch\.Tensor, found NoneType"):
             kernel(*inputs, a=a, c=None, lse=c)
         with pytest.raises(TypeError, match=r"a: expected a torch\.Tensor, found NoneType"):

@@ -47,7 +47,7 @@ def random_inputs(
 ) -> Inputs:  # fmt: skip
     """q, k, v of `dtype` and every parameter of `variant`, drawn on `device` from `seed`.
 
-    Scalars take `given`, else their default, else a value that suits the lengths.  Float tensors are standard normal,
+    Parameters take `given`; scalars else their default, else a value that suits the lengths.  Float tensors are standard normal,
     `sorted` integers grow slowly, u32 are random bits, other integers are positions below kv_len, and the selection of
     a `domain` holds block numbers and some -1.
     """
@@ -60,7 +60,7 @@ def random_inputs(
     k = normal(shape.batch, shape.kv_len, shape.num_kv_heads, shape.head_dim_qk)
     v = normal(shape.batch, shape.kv_len, shape.num_kv_heads, shape.head_dim_vo)
     scalars, chosen = _scalars(variant, shape, given or {})
-    tensors = {t.name: _tensor(t, variant, shape, gen) for t in variant.tensors}
+    tensors = {t.name: _tensor(t, variant, shape, gen) for t in variant.tensors if t.name not in scalars}
     return Inputs(q, k, v, {**scalars, **tensors}, chosen)
 
 

@@ -47,9 +47,9 @@ def random_inputs(
 ) -> Inputs:  # fmt: skip
     """q, k, v of `dtype` and every parameter of `variant`, drawn on `device` from `seed`.
 
-    Parameters take `given`; scalars else their default, else a value that suits the lengths.  Float tensors are standard normal,
-    `sorted` integers grow slowly, u32 are random bits, other integers are positions below kv_len, and the selection of
-    a `domain` holds block numbers and some -1.
+    Parameters take `given`; scalars else their default, else a value that suits the lengths.  Float tensors are
+    standard normal, `sorted` integers grow slowly, u32 are random bits, other integers are positions below kv_len, and
+    the selection of a `domain` holds block numbers and some -1.
     """
     gen = torch.Generator(device).manual_seed(seed)
 

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 from attncc.ir.decompose import Logits, decompose, sign
-from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, walk
+from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, make, walk
 from attncc.ir.ranges import TileRanges, tile_ranges
+from attncc.ir.rewrite import simplify_expr
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
@@ -101,7 +102,22 @@ SHAPES: dict[int, tuple[int, int, int, int]] = {
 @lru_cache(maxsize=8)
 def analysed(variant: Variant) -> tuple[TileRanges, Logits]:
     """What tile choice and emission both ask of a variant; some masks take half a second."""
-    return tile_ranges(variant), decompose(variant)
+    return tile_ranges(variant), never_zero(decompose(variant))
+
+
+def never_zero(logits: Logits) -> Logits:
+    """Factors of the score that are known to be positive may still be 0 in float32: a hidden score, times them, must
+    be -inf."""
+
+    def at_least(x: Expr) -> Expr:
+        return simplify_expr(make("max", x, Const(1e-30, F32)))
+
+    if logits.unit_positive:
+        logits = replace(logits, unit=at_least(logits.unit))
+    match logits.score:
+        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1:
+            logits = replace(logits, score=make("add", make("mul", Leaf("dot"), at_least(a)), c))
+    return logits
 
 
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:

@@ -364,8 +364,7 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     all_below = (m.head, m.row, m.col)
 
     stage = m.cell("unit", (), (m.head,))
-    unit = simplify_expr(make("max", logits.unit, Const(1e-30, F32))) if logits.unit_positive else logits.unit
-    m.function("unit(hd)", stage, m.head.export(m.value(unit, m.head)))  # a hidden score times it must be -inf
+    m.function("unit(hd)", stage, m.head.export(m.value(logits.unit, m.head)))
     stage = m.cell("score", ("dot", "i", "j", "seen"), all_below)
     m.in_score = True
     result = m.value(logits.score, stage, Guards(((SEEN, True),)))

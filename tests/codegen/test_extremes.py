@@ -19,6 +19,12 @@ attention vanishing(a: f32):
     scale = exp(a)
     mask  = j <= i
 
+attention vanishing_under_bias(a: f32):
+    tensor slope[h]: f32
+    scale    = exp(a)
+    f_logits = s + slope[h] * (j - i)
+    mask     = j <= i
+
 attention enormous():
     "Rows whose keys all lie in the second block that they visit: the base of an unseen row, times 1e9, stays finite."
     scale = 1e9
@@ -47,9 +53,10 @@ def case(variant: str) -> Case:
     return Case(SOURCE, variant, head_dim=16)
 
 
-@pytest.mark.parametrize("a", [-2.0, -200.0, 6.0])
-def test_a_scale_that_vanishes(a: float, artifact: Callable[[Case], Path]) -> None:
-    c = case("vanishing")
+@pytest.mark.parametrize("variant", ["vanishing", "vanishing_under_bias"])
+@pytest.mark.parametrize("a", [-2.0, -200.0, 3.0])
+def test_a_scale_that_vanishes(a: float, variant: str, artifact: Callable[[Case], Path]) -> None:
+    c = case(variant)
     check(c, artifact(c), inputs_for(c, c.shape(1, 70, 200, 2, 1), a=a))
 
 

@@ -93,12 +93,15 @@ def reference(
 
     from attncc.ir.reference import Reference
 
+    dims, values = _dims(head_dim, head_dim_vo), _const_values(const)
     chosen = _choose(variants(source), variant, _source(source))
     taken: Any = {"bf16": torch.bfloat16, "f16": torch.float16}.get(dtype, dtype)
-    return Reference(
-        chosen, head_dim=head_dim, head_dim_vo=head_dim_vo, dtype=taken, const=const,
+    made = Reference(
+        chosen, head_dim=dims["head_dim"], head_dim_vo=dims["head_dim_vo"], dtype=taken, const=values,
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
     )  # fmt: skip
+    specialized(chosen, Options(*dims.values(), "bf16", layout, arch, values))  # refuses what a build would
+    return made
 
 
 # ---------------------------------------------------------------------- stages
@@ -112,11 +115,21 @@ def variants(source: str | Path | Source) -> tuple[Variant, ...]:
 
 
 def specialized(variant: Variant, options: Options) -> Variant:
-    """The variant with its const parameters and head dims filled in, simplified."""
+    """The variant with its const parameters and head dims filled in, simplified.  AttnError where these make an
+    integer divisor 0."""
     from attncc.ir.rewrite import simplify, specialize
+    from attncc.ir.verify import VerifyError
 
     dims = {"head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo}
-    return simplify(specialize(variant, const=options.const, **dims))
+    special = specialize(variant, const=options.const, **dims)
+    try:
+        return simplify(special)
+    except VerifyError as e:
+        if e.node is None or variant.source is None:
+            raise
+        fixed = [f"{p.name} = {p.default}" for p in special.scalars if p.const]
+        hint = ", ".join(["with " + s if n == 0 else s for n, s in enumerate(fixed)]) or None
+        raise AttnError([Diagnostic(e.reason, variant.source, e.node.span, hint)]) from None
 
 
 def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig]:
@@ -221,21 +234,30 @@ def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, arch: Any) -> Options:
     """Checked options.  Raises ValueError and TypeError naming the argument."""
-    dims = {"head_dim": head_dim, "head_dim_vo": head_dim if head_dim_vo is None else head_dim_vo}
+    dims = _dims(head_dim, head_dim_vo)
     for name, value in dims.items():
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
-        if int(value) % 8 or not 8 <= int(value) <= MAX_HEAD_DIM:
+        if value % 8 or not 8 <= value <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a multiple of 8 from 8 to {MAX_HEAD_DIM}, found {value}")
     if str(dtype) not in DTYPES:
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16 (or 'bf16', 'f16'), found {dtype}")
     for name, value, works in (("layout", layout, LAYOUTS), ("arch", arch, ARCHITECTURES)):
         if value not in works:
             raise ValueError(f"{name}: {value!r} is not supported yet; what works: {', '.join(map(repr, works))}")
+    return Options(*dims.values(), DTYPES[str(dtype)], layout, arch, _const_values(const))
+
+
+def _dims(head_dim: Any, head_dim_vo: Any) -> dict[str, int]:
+    dims = {"head_dim": head_dim, "head_dim_vo": head_dim if head_dim_vo is None else head_dim_vo}
+    for name, value in dims.items():
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(f"{name}: expected an int, found {type(value).__name__}")
+    return {name: int(value) for name, value in dims.items()}
+
+
+def _const_values(const: Any) -> dict[str, int | float | bool]:
     if const is not None and not isinstance(const, Mapping):
         raise TypeError(f"const: expected a dict of parameter names and values, found {type(const).__name__}")
-    values = {name: _const_value(name, value) for name, value in (const or {}).items()}
-    return Options(int(dims["head_dim"]), int(dims["head_dim_vo"]), DTYPES[str(dtype)], layout, arch, values)
+    return {name: _const_value(name, value) for name, value in (const or {}).items()}
 
 
 def _const_value(name: Any, value: Any) -> int | float | bool:

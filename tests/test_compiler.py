@@ -9,6 +9,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,6 +196,8 @@ def test_a_variant_is_chosen_by_name(builds):
          "Tensor"),
         ({"const": {"cap": True}}, TypeError, "cap"),
         ({"const": {1: 1}}, TypeError, "const: expected parameter names as keys, found 1"),
+        ({"const": {"cap": 1e39}}, ValueError, "const: 'cap' is f32 (at most 3.403e+38 in size), found 1e+39"),
+        ({"const": {"cap": 10**400}}, ValueError, "const: 'cap' is f32 (at most 3.403e+38 in size)"),
         ({"const": 5}, TypeError, "const: expected a dict of parameter names and values, found int"),
         ({"source": 5}, TypeError, "source: expected .attn text or a path, found int"),
         ({"source": "nowhere.attn"}, AttnError, "nowhere.attn: error: cannot read: No such file"),
@@ -213,6 +216,24 @@ def test_bad_arguments(builds, change, error, says):
 def test_numpy_scalars_are_consts(builds):
     kernel = attncc.compile(ONE, head_dim=64, const={"cap": np.float32(2.0), "soft": np.bool_(True)})
     assert kernel.manifest["const"] == {"cap": 2.0, "soft": True}
+    oracle: Any = attncc.reference(ONE, head_dim=np.int64(64), const={"cap": np.float32(2.0), "soft": np.bool_(True)})
+    assert oracle.const == {"cap": 2.0, "soft": True}
+    with pytest.raises(TypeError, match="head_dim: expected an int, found bool"):
+        attncc.reference(ONE, head_dim=True)
+    with pytest.raises(TypeError, match="const: expected a dict"):
+        attncc.reference(ONE, head_dim=64, const=[("cap", 2.0)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("call", [attncc.compile, attncc.reference])
+def test_a_const_that_makes_a_divisor_zero_is_an_error_with_its_place(call):
+    source = "attention x(n: const i32 = 3):\n    mask = j // (n - 3) == i or j <= i\n"
+    with pytest.raises(AttnError) as e:
+        call(source, head_dim=64)
+    assert str(e.value).startswith("<string>:2:12: error: integer division by zero")
+    assert "with n = 3" in str(e.value)
+    compiler.show(source, "ir", head_dim=64, const={"n": 4})
+    guarded = source.replace("j // (n - 3) == i", "(n != 3 and j // (n - 3) == i)")
+    assert "floordiv" not in compiler.show(guarded, "ir", head_dim=64)
 
 
 # ---------------------------------------------------------------------- what kernels refuse

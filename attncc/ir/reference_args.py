@@ -59,7 +59,10 @@ def _scalar(param: ScalarParam, given: Mapping[str, object], owner: str) -> int 
         raise TypeError(f"{name}: expected {elem}, found {type(value).__name__} {value!r}")
     if elem == "i32" and not -(2**31) <= value < 2**31:  # type: ignore[operator]
         raise ValueError(f"{name}: expected an i32, found {value}, which 32 bits cannot hold")
-    return {"i32": int, "f32": float, "bool": bool}[elem](value)  # type: ignore[arg-type]
+    try:
+        return {"i32": int, "f32": float, "bool": bool}[elem](value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise ValueError(f"{name}: expected an f32, found an int that is larger than any") from None
 
 
 def bind_tensors(

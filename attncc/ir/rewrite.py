@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,6 +32,7 @@ from attncc.ir.nodes import (
 from attncc.ir.rules import rules_of
 from attncc.ir.verify import verify
 
+F32_MAX = 3.4028234663852886e38
 MAX_PASSES = 1000  # far above what any expression needs: a rule pair that undoes itself must not hang the compiler
 
 
@@ -69,6 +71,8 @@ def _const_value(p: ScalarParam, const: Mapping[str, object]) -> int | float | b
         raise TypeError(f"const: {p.name!r} is {p.type}, found {value!r}")
     if p.type.elem == "i32" and not -(2**31) <= value < 2**31:
         raise ValueError(f"const: {p.name!r} is i32, found {value!r}")
+    if p.type.elem == "f32" and F32_MAX < abs(value) != math.inf:
+        raise ValueError(f"const: {p.name!r} is f32 (at most {F32_MAX:.4g} in size), found {value!r}")
     return {"bool": bool, "i32": int, "f32": float}[p.type.elem](value)
 
 

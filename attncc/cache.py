@@ -19,15 +19,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from attncc.paths import cache_dir
 from attncc.runtime.artifact import MANIFEST, Artifact, read_artifact
 
 COMPILER_PARTS = ("frontend", "ir", "codegen")  # beside compiler.py, what can change a kernel (not ir/reference*)
-
-
-def cache_dir() -> Path:
-    """Where entries are kept; the environment is read at every call."""
-    named = os.environ.get("ATTNCC_CACHE_DIR")
-    return Path(named) if named else Path.home() / ".cache" / "attncc"
 
 
 def key_of(fields: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from attncc.diagnostics import AttnError, Diagnostic, Source, Span
 from attncc.frontend import ast
 from attncc.frontend.layout import MAX_DEPTH, Line, join, lines, span
 from attncc.frontend.syntax import explain
+from attncc.paths import cache_dir
 
 if TYPE_CHECKING:
     from lark import Lark, Token
@@ -44,6 +45,8 @@ class Mistake(Exception):
 
 @lru_cache(maxsize=1)
 def _lark() -> Lark:
+    """The tables take 100 ms to make and 8 to load, so Lark keeps them beside the kernels: it checks that they are of
+    this grammar, makes them again where they are not, and goes on without where it can't write."""
     from lark import Lark
 
     return Lark(
@@ -53,7 +56,18 @@ def _lark() -> Lark:
         start=["header", "statement", "lexical"],
         maybe_placeholders=True,
         transformer=_Build(),
+        cache=_tables(),
     )
+
+
+def _tables() -> str | bool:
+    """The file of the tables; False where there can't be one."""
+    folder = cache_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return str(folder / "grammar.tables")
 
 
 class _Reader:

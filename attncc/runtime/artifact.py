@@ -63,7 +63,7 @@ def _read_manifest(root: Path) -> dict[str, Any]:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(f"artifact {root}: cannot read {MANIFEST}: {e.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"artifact {root}: {MANIFEST} is not JSON: the artifact is damaged") from None
     if not isinstance(manifest, dict) or "schema" not in manifest:
         raise ValueError(f"artifact {root}: {MANIFEST} is not an attncc manifest")

@@ -67,6 +67,7 @@ DAMAGE = {
     "manifest: missing": (lambda path: (path / "manifest.json").unlink(), "cannot read manifest.json: No such file"),
     "manifest: not JSON": (edit("manifest.json", b"{"), "manifest.json is not JSON"),
     "manifest: not UTF-8": (edit("manifest.json", b"\xff\xfe"), "manifest.json is not JSON"),
+    "manifest: endless": (edit("manifest.json", b"[" * 100_000), "manifest.json is not JSON"),
     "manifest: something else": (edit("manifest.json", b"[]"), "manifest.json is not an attncc manifest"),
     "manifest: edited": (
         lambda path: (path / "manifest.json").write_text((path / "manifest.json").read_text().replace("128", "256")),

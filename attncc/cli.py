@@ -243,7 +243,8 @@ def check(ctx: click.Context, files: tuple[Target, ...]) -> None:
     "--stage",
     required=True,
     type=click.Choice(["ast", "ir", "grad", "py", "ptx", "sass"]),
-    help="ast: as parsed; ir: typed and simplified; py: the generated module; ptx, sass: the kernel's code.",
+    help="ast: as parsed; ir: typed and simplified; py: the generated module; ptx, sass: the kernel's code; "
+    "grad: not supported yet.",
 )
 @build_options
 def show(target: Target, stage: str, options: BuildOptions) -> None:
@@ -275,7 +276,7 @@ def show(target: Target, stage: str, options: BuildOptions) -> None:
     default="build",
     show_default=True,
     metavar="DIR",
-    help="Where the artifact goes; with several kernels, each goes to DIR/VARIANT.",
+    help="A new or empty directory, or an artifact to replace; with several kernels, each goes to DIR/VARIANT.",
 )
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once.  [default: one a core]")
 @build_options
@@ -414,10 +415,13 @@ def _show_trial(variant: Variant, result: Any, backend: str, call: str) -> bool:
     type=ASSIGNMENT,
     multiple=True,
     metavar="NAME=VALUE",
-    help="Value of a scalar; may be repeated.  [default: the file's]",
+    help="Value of a scalar, const or not; may be repeated.  [default: the file's]",
 )
 def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[tuple[str, object], ...]) -> None:
     """Show which tiles of the score matrix are empty, full or partial, and what share of the work is skipped.
+
+    The tiles are of 128 x 128; a kernel whose code needs more registers may take narrower ones.  What the mask reads
+    from tensors is unknown here, so it makes no tile empty or full.
 
     \b
       attncc explain examples/causal.attn:sliding_window --qo 4096 --kv 4096 --set window=512

@@ -100,7 +100,9 @@ def reference(
         chosen, head_dim=dims["head_dim"], head_dim_vo=dims["head_dim_vo"], dtype=taken, const=values,
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
     )  # fmt: skip
-    specialized(chosen, Options(*dims.values(), "bf16", layout, arch, values))  # refuses what a build would
+    specialized(
+        chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, arch, values)
+    )  # refuses what a build would
     return made
 
 
@@ -243,7 +245,7 @@ def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: An
     for name, value, works in (("layout", layout, LAYOUTS), ("arch", arch, ARCHITECTURES)):
         if value not in works:
             raise ValueError(f"{name}: {value!r} is not supported yet; what works: {', '.join(map(repr, works))}")
-    return Options(*dims.values(), DTYPES[str(dtype)], layout, arch, _const_values(const))
+    return Options(dims["head_dim"], dims["head_dim_vo"], DTYPES[str(dtype)], layout, arch, _const_values(const))
 
 
 def _dims(head_dim: Any, head_dim_vo: Any) -> dict[str, int]:

@@ -286,16 +286,14 @@ class Emitter:
     def condition(self, c: Expr | str, holds: bool, stage: Stage) -> str:
         if isinstance(c, str):
             return c
-        at = self.value(c, stage, self.guards_of_condition(c))
+        at = self.value(c, stage, self.guards_of_condition(c, stage))
         return at if holds else f"~{at}"
 
-    def guards_of_condition(self, c: Expr) -> Guards:
+    def guards_of_condition(self, c: Expr, stage: Stage) -> Guards:
         """A condition that itself reads memory is read where it stands: in the score under `seen`."""
         if not self.reads(c):
             return Guards()
-        return Guards(((SEEN, True),)) if self.in_score else Guards(checked=True)
-
-    in_score = False
+        return Guards(((SEEN, True),)) if SEEN in stage.leaves else Guards(checked=True)
 
     def address(self, tensor: TensorParam, index: list[tuple[int, Expr]], stage: Stage, guards: Guards) -> str:
         """The element's address; the part of each index that a lower stage knows is added there."""
@@ -366,10 +364,8 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     stage = m.cell("unit", (), (m.head,))
     m.function("unit(hd)", stage, m.head.export(m.value(logits.unit, m.head)))
     stage = m.cell("score", ("dot", "i", "j", "seen"), all_below)
-    m.in_score = True
     result = m.value(logits.score, stage, Guards(((SEEN, True),)))
     m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
-    m.in_score = False
     if config.ramp:
         emit_ramp(m, logits)
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))

@@ -40,6 +40,14 @@ attention capped_bias():
     f_logits = softcap(s + slope[h] * (j - i), 30.0)
     mask     = j <= i
 
+attention guarded_columns(least: i32 = 90):
+    "Guards that read memory themselves, known for a whole column or row."
+    tensor kind[b, pos]: u8
+    tensor bonus[pos]: f32
+    tensor level[iq]: i32
+    f_logits = s + (bonus[j] if kind[b, j] > least else -0.5) + (bonus[max(i, 0)] * s if level[iq] > least else 0.1 * s)
+    mask     = j <= i
+
 attention features():
     "Sums under guards and of integers, and tables that end with the last feature."
     tensor gate[pos, e]: f32
@@ -73,6 +81,11 @@ def test_rows_whose_logits_are_all_minus_infinity(artifact: Callable[[Case], Pat
     bias[:, ::3] = -math.inf
     out, lse = check(c, artifact(c), x)
     assert lse is not None and bool((out[:, ::3] == 0).all()) and bool(lse[:, ::3].isneginf().all())
+
+
+def test_guards_that_read_memory(artifact: Callable[[Case], Path]) -> None:
+    c = case("guarded_columns")
+    check(c, artifact(c), inputs_for(c, c.shape(2, 70, 200, 4, 2)))
 
 
 @pytest.mark.parametrize("sizes", [(2, 70, 200, 4, 2), (1, 150, 90, 2, 1)], ids=str)

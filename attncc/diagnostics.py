@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,7 +41,13 @@ class Source:
         """`source` is .attn text where it contains a newline, else a path (Python API's rule)."""
         if isinstance(source, str) and ("\n" in source or "\r" in source):
             return cls("<string>", source)
-        return cls.read(source)
+        try:
+            return cls.read(source)
+        except AttnError as e:
+            if not (isinstance(source, str) and re.match(r"\s*attention\s", source)):
+                raise
+            hint = "text needs a newline; without one it is taken for a path"
+            raise AttnError([replace(d, hint=hint) for d in e.diagnostics]) from None
 
     @classmethod
     def read(cls, path: str | Path) -> Source:
@@ -87,10 +94,11 @@ _WIDTH = 120  # of an excerpt; a longer line is cut around the place
 
 def _excerpt(line: str, at: Span) -> list[str]:
     """The source line, and the place marked below it; nothing for an empty line."""
-    text = line.strip()
-    if not text:
+    if not line.strip():
         return []
-    first = at.column - 1 - (len(line) - len(line.lstrip()))
+    indent = min(len(line) - len(line.lstrip()), max(at.column - 1, 0))  # the place may be in the indentation itself
+    text = line[indent:].rstrip()
+    first = at.column - 1 - indent
     length = max(1, min(at.end_column, len(line) + 1) - at.column)
     if len(text) > _WIDTH:
         cut = max(0, min(first - _WIDTH // 3, len(text) - _WIDTH))

@@ -65,6 +65,8 @@ class _Check:
         slots = {slot: self._slot(slot) for slot in names.VALUE_SLOTS}
         scan, domain, emits = self._scan(), self._domain(), self._emits()
         self._row_guards(slots)
+        extra = [scan and scan.sink, *(x and x.value for x in emits), *(domain.index if domain is not None else ())]
+        self._constant_indices([*slots.values(), *extra])
         if scan is not None and scan.kind == "none":
             self._refuse_lse([slots["epilogue"], *(x and x.value for x in emits)])
         if self.scope.errors or self.syntax.broken or self.syntax.name is None:
@@ -239,3 +241,13 @@ class _Check:
                 hint = f"guard it, `{x.tensor}[…] if i >= 0 else …`, or clamp the index, `max(i, 0)`"
                 message = f"`i` indexes '{x.tensor}' in `{slot}`, and is negative where qo_len > kv_len"
                 self.scope.error(message, x.span, hint)
+
+    def _constant_indices(self, found: list[Expr | None]) -> None:
+        """An index of known value is inside its table, whose length is known too."""
+        for x in (x for e in found if e is not None for x in guards.loads(e)):
+            tensor = self.scope.bindings.get(x.tensor)
+            for dim, item in zip(tensor.dims if isinstance(tensor, TensorParam) else (), x.index, strict=False):
+                value = self.typer.build.value(item)
+                if isinstance(dim, int) and value is not None and not 0 <= value < dim:
+                    message = f"index {value} is outside 0...{dim - 1} of '{x.tensor}'"
+                    self.scope.error(message, item.span, f"its length is {dim}")

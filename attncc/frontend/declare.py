@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import math
 from dataclasses import dataclass, field
 
 from attncc.frontend import ast, names
@@ -135,7 +136,7 @@ class Declarations:
         if type_.elem == "f32" and found.type.elem == "i32":
             return float(value)
         if found.type != type_:
-            hint = {"i32": "write it without a point: 50", "f32": "write a number", "bool": "write `true` or `false`"}
+            hint = {"i32": _whole(value), "f32": "write a number", "bool": "write `true` or `false`"}
             scope.error(f"a default of {found.type} for a parameter of {type_}", syntax.span, hint[type_.elem])
             return None
         return value
@@ -143,6 +144,8 @@ class Declarations:
     def _tensor(self, s: ast.Tensor) -> None:
         scope = self.scope
         free = self._claim(s.name, "tensor")
+        if not free:
+            scope.silent.add(s.name.text)
         self._can_be_passed(s.name, *names.CALL_ARGUMENTS)
         before = scope.errors
         dims = tuple(self._dim(d, s, n) for n, d in enumerate(s.dims))
@@ -190,6 +193,16 @@ class Declarations:
                 hint = f"gradients are of {names.listed(names.FLOAT_DTYPES)}"
                 self.scope.error(f"a tensor of {dtype} has no gradient", m.span, hint)
             seen.add(m.text)
+
+
+def _whole(value: int | float | bool) -> str:
+    """What to write for `value` where an i32 is meant."""
+    if isinstance(value, bool):
+        return f"write {int(value)}, or make the parameter a bool"
+    if abs(value) > _I32_MAX:
+        return f"write an integer of at most {_I32_MAX}"
+    low = math.floor(value)
+    return f"write it without a point: {low}" if value == low else f"did you mean {low} or {low + 1}?"
 
 
 def beside_requests(scope: Scope, d: ast.Word, earlier: set[str]) -> bool:

@@ -228,6 +228,8 @@ class Typer:
     def tensor(self, e: ast.Index) -> TensorParam | None:
         """The tensor that is indexed, where it has as many dimensions."""
         found = self.scope.bindings.get(e.base.text)
+        if e.base.text in self.scope.silent:
+            return None
         if not isinstance(found, TensorParam) or e.base.text in self.scope.args:
             self.scope.no_tensor(e.base.text, e.base.span)
             return None

@@ -1,31 +1,36 @@
-"""Reads that no guard keeps from a row without keys.
+"""Reads that no guard keeps from an index out of range.
 
 Where qo_len > kv_len the first rows have a negative position `i`; no mask hides them from `f_q` and `epilogue`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from attncc.ir.nodes import Const, Expr, Leaf, Load, Op, Param, children, leaves
 
 
 def negative_rows(e: Expr) -> list[Load]:
     """The loads in `e` that stand under no guard and whose index may be negative with `i`."""
-    found: list[Load] = []
+    return [x for x in loads(e) if any("i" in leaves(k) and not _reaches_no_negative(k) for k in x.index)]
+
+
+def loads(e: Expr) -> Iterator[Load]:
+    """The loads in `e` that stand under no guard, each once."""
     seen: set[int] = set()
 
-    def go(x: Expr) -> None:
+    def go(x: Expr) -> Iterator[Load]:
         if id(x) in seen:
             return
         seen.add(id(x))
-        if isinstance(x, Load) and any("i" in leaves(k) and not _reaches_no_negative(k) for k in x.index):
-            found.append(x)
+        if isinstance(x, Load):
+            yield x
         # What a guard stands before is left out: the condition alone is always evaluated.
         guarded = isinstance(x, Op) and x.op in ("and", "or", "select")
         for k in children(x)[:1] if guarded else children(x):
-            go(k)
+            yield from go(k)
 
-    go(e)
-    return found
+    return go(e)
 
 
 def _reaches_no_negative(e: Expr) -> bool:

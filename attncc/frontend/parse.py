@@ -110,20 +110,23 @@ class _Reader:
         return list(_lark().lex(text))
 
     def _check_tabs(self, line: Line) -> None:
-        first = line.tokens[0]
-        before = self.source.line(first.line or 1)[: line.indent]
+        before = self._indentation(line)
         if "\t" in before:
             at = before.index("\t") + 1
-            self.report("a tab in the indentation", Span(first.line or 1, at, at + 1), "indent with spaces")
+            self.report("a tab in the indentation", Span(line.tokens[0].line or 1, at, at + 1), "indent with spaces")
+
+    def _indentation(self, line: Line) -> str:
+        return self.source.line(line.tokens[0].line or 1)[: line.indent]
 
     def _attention(self, head: Line, body: list[Line]) -> ast.Attention:
         header = self._parse("header", head)
         at = join(span(head.tokens[0]), span(head.tokens[-1]))
         if not body and header is not None:
             self.report("this variant has no body", at, "indent at least one statement below, such as `mask = j <= i`")
-        for line in body:
-            if line.indent != body[0].indent or line.indent == 0:
-                self._misindented(line, body[0])
+        spaced = [line for line in body if "\t" not in self._indentation(line)]  # a tab has no width to compare
+        for line in spaced:
+            if line.indent != spaced[0].indent or line.indent == 0:
+                self._misindented(line, spaced[0])
         statements = tuple(self._statement(line) for line in body)
         if header is None:
             named = [_word(t) for t in head.tokens[1:2] if t.type == "NAME"]

@@ -75,6 +75,7 @@ class Scope:
     args: dict[str, Expr | None] = field(default_factory=dict)  # of the def whose body is being read
     caller: str | None = None  # where that def is called
     errors: int = 0
+    silent: set[str] = field(default_factory=set)  # names reported already: their uses say nothing more
     _said: set[tuple[str, Span]] = field(default_factory=set)
 
     def error(self, message: str, at: Span, hint: str | None = None) -> None:
@@ -112,6 +113,8 @@ class Scope:
 
     def no_value(self, name: str, at: Span) -> None:
         """`name` is used as a value."""
+        if name in self.silent:
+            return
         binding = self.bindings.get(name)
         if name in names.SLOTS:
             hint = (
@@ -134,6 +137,8 @@ class Scope:
 
     def no_tensor(self, name: str, at: Span) -> None:
         """`name` is used as a tensor: `name[…]`."""
+        if name in self.silent:
+            return
         binding = self.bindings.get(name)
         if isinstance(binding, Function) or name in names.FUNCTIONS:
             self.error(f"'{name}' is a function, not a tensor", at, f"call it: `{name}(…)`")
@@ -142,6 +147,7 @@ class Scope:
         elif binding is None and self.complete:
             hint = names.suggest(name, self.of(TensorParam))
             self.error(f"unknown tensor '{name}'", at, hint or f"declare it: `tensor {name}[…]: f32`")
+            self.silent.add(name)
 
     def no_function(self, name: str, at: Span) -> None:
         """`name` is used as a function: `name(…)`."""

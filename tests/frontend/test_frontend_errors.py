@@ -37,7 +37,10 @@ def test_there_are_many() -> None:
     assert len(FILES) >= 50
 
 
-RENDERED = ("unknown_name", "out_of_scope_through_let", "def_at_use", "unclosed_bracket", "too_deep", "foreign_names")
+RENDERED = (
+    "unknown_name", "out_of_scope_through_let", "def_at_use", "unclosed_bracket", "too_deep", "foreign_names",
+    "tab_indentation",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RENDERED)

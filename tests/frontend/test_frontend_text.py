@@ -190,6 +190,17 @@ def test_unreadable_files(make: str, tmp_path: Path) -> None:
         Source.read("a\0b")
 
 
+def test_text_that_is_taken_for_a_path(tmp_path: Path) -> None:
+    for source, hint in [
+        ("attention a(): mask = j <= i", "text needs a newline; without one it is taken for a path"),
+        (str(tmp_path / "attention.attn"), None),
+        (tmp_path / "attention a.attn", None),
+    ]:
+        with pytest.raises(AttnError) as caught:
+            Source.of(source)
+        assert [d.hint for d in caught.value.diagnostics] == [hint]
+
+
 def test_errors_are_in_order_and_travel() -> None:
     source = Source("t.attn", "abc\ndef\n")
     error = AttnError(

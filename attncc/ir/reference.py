@@ -58,6 +58,16 @@ class Reference:
         self.const = bind_const(variant, const)
         self.sizes = {"head_dim_qk": head_dim, "head_dim_vo": head_dim if head_dim_vo is None else head_dim_vo}
 
+    def __repr__(self) -> str:
+        v = self.variant
+        scalars = [(f"{p.name}: {p.type}", p.default) for p in v.scalars if not p.const]
+        takes = [said if default is None else f"{said} = {default}" for said, default in scalars]
+        takes += [f"{t.name}: {t.dtype}[{', '.join(map(str, t.dims))}]" for t in v.tensors]
+        takes += [f"{name}: const = {value}" for name, value in self.const.items()]
+        head_dim = "/".join(map(str, dict.fromkeys(self.sizes.values())))
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        return f"<attncc.Reference {v.name}({', '.join(takes)}) head_dim {head_dim}, in {dtype}>"
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **params: Any) -> Any:
         """Dense: q [B, qo_len, num_qo_heads, head_dim_qk], k and v [B, kv_len, num_kv_heads, head_dim].
 

@@ -39,6 +39,14 @@ def params() -> dict:
     }  # fmt: skip
 
 
+def test_repr():
+    assert repr(oracle(compute_dtype=torch.float32)) == (
+        "<attncc.Reference t(window: i32, slope: f32 = 1.0, flag: bool = False, bias: f32[h, pos], doc: i32[b, pos], "
+        "rows: u8[iq, n], keys: f16[j, g], table: bool[3], cap: const = 5.0) head_dim 8/4, in float32>"
+    )
+    assert "head_dim 8, in float64>" in repr(oracle(head_dim_vo=8))
+
+
 def test_good_arguments():
     out = oracle()(*qkv(), **params())
     assert torch.allclose(out, torch.ones_like(out))

@@ -273,16 +273,15 @@ def show(target: Target, stage: str, options: BuildOptions) -> None:
 @click.option(
     "-o",
     "--output",
-    default="build",
-    show_default=True,
     metavar="DIR",
-    help="A new or empty directory, or an artifact to replace; with several kernels, each goes to DIR/VARIANT.",
+    help="A new or empty directory, or an artifact to replace; with several kernels, each goes to DIR/VARIANT.  "
+    "[default: build/VARIANT]",
 )
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Processes at once.  [default: one a core]")
 @build_options
 @click.pass_context
 def build(
-    ctx: click.Context, targets: tuple[Target, ...], output: str, jobs: int | None, options: BuildOptions
+    ctx: click.Context, targets: tuple[Target, ...], output: str | None, jobs: int | None, options: BuildOptions
 ) -> None:
     """Build Hopper kernels on any machine: no GPU, no driver.
 
@@ -294,18 +293,23 @@ def build(
     alone.  Kernels that fail, spilled registers included, are reported at the end, and the exit code is 1.
     """
     from attncc import parallel_build
+    from attncc.outputs import check_output
 
     work = [(source, v) for source, variants in (t.load() for t in targets) for v in variants]
     _check_names([v for _, v in work], options.const, "--const", const=True)
     names = [v.name for _, v in work]
     twice = sorted({n for n in names if names.count(n) > 1})
+    folder = "build" if output is None else output
     if twice:
-        raise click.ClickException(f"-o {output}: two kernels would both go to {os.path.join(output, twice[0])}")
+        raise click.ClickException(f"-o {folder}: two kernels would both go to {os.path.join(folder, twice[0])}")
+    alone = output is not None and len(work) == 1
     jobs_todo = [
-        parallel_build.Job(source, output if len(work) == 1 else os.path.join(output, v.name), options.for_variant(v))
+        parallel_build.Job(source, folder if alone else os.path.join(folder, v.name), options.for_variant(v))
         for source, v in work
     ]
     with argument_errors():
+        for job in jobs_todo:
+            check_output(job.output)
         results = parallel_build.build_all(jobs_todo, jobs)
     ctx.exit(parallel_build.show(results))
 
@@ -396,6 +400,9 @@ def _show_trial(variant: Variant, result: Any, backend: str, call: str) -> bool:
     lse = "no lse (scan = none)" if result.lse_max is None else f"lse {result.lse_max:.1e} at most"
     lines.append(("error", f"out {result.out_error:.1e} relative, {result.out_max:.1e} at most; {lse}"))
     lines += [("emit", f"{name} {difference:.1e} at most") for name, difference in result.emit_max.items()]
+    if result.not_finite:
+        where = "both, in the same places" if result.agrees else "the reference"
+        lines.append(("note", f"{result.not_finite} values of out are not finite in {where}"))
     if result.milliseconds is not None:
         lines.append(("time", f"{result.milliseconds:.3f} ms"))
     click.echo(f"{variant.name}: {'ok' if ok else 'WRONG'}, against the float64 reference")
@@ -432,6 +439,8 @@ def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[t
     _, variants = target.load()
     given = dict(settings)
     _check_names(variants, given, "--set", const=None)
+    if png is not None and not png.lower().endswith(".png"):
+        raise click.ClickException(f"--png {png}: expected a file name that ends in .png")
     if png is not None and len(variants) > 1:
         names = ", ".join(v.name for v in variants)
         raise click.ClickException(f"--png: one variant a picture; name it as FILE:VARIANT, one of {names}")
@@ -440,7 +449,10 @@ def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[t
             explanation = explain_variant(variant, qo, kv, values=_own_values(variant, given, const=None))
             click.echo(explanation.text())
             if png is not None:
-                explanation.png(png)
+                try:
+                    explanation.png(png)
+                except OSError as e:
+                    raise click.ClickException(f"--png {png}: cannot write: {e.strerror or e}") from e
                 click.echo(f"drawn: {png}")
 
 

@@ -19,9 +19,9 @@ from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
 @dataclass(frozen=True)
 class Trial:
     """`out_error` is |out - reference| / |reference| in the Frobenius norm, `out_max` the largest |out - reference|,
-    `lse_max` the largest |lse - reference| over rows that see a key (None without lse).  `agrees`: finite, zero and
-    -inf where the reference is.  `emit_max`: as `lse_max`, for each emitted tensor.  `milliseconds`: median of a GPU
-    call."""
+    `lse_max` the largest |lse - reference| over rows that see a key (None without lse), all where the reference is
+    finite; `not_finite` counts where its out is not.  `agrees`: finite where the reference is, and the same infinity
+    or NaN elsewhere.  `emit_max`: as `lse_max`, for each emitted tensor.  `milliseconds`: median of a GPU call."""
 
     backend: str
     inputs: Inputs
@@ -29,6 +29,7 @@ class Trial:
     out_max: float
     lse_max: float | None
     emit_max: dict[str, float]
+    not_finite: int
     agrees: bool
     milliseconds: float | None
 
@@ -63,23 +64,26 @@ def trial(
     if lse is not None and want_lse is not None:
         checks["lse"] = _largest(lse, want_lse)
     emitted = {name: _largest(x, want_emits[name]) for name, x in emits.items()}
-    norm = float(want.norm())
+    finite = want.isfinite()
+    norm = float(want[finite].norm())
     return Trial(
         backend, inputs,
-        out_error=float((out.double() - want).norm()) / (norm or 1.0),
+        out_error=float((out.double() - want)[finite].norm()) / (norm or 1.0),
         out_max=checks["out"][0],
         lse_max=checks["lse"][0] if "lse" in checks else None,
         emit_max={name: difference for name, (difference, _) in emitted.items()},
+        not_finite=int((~finite).sum()),
         agrees=all(same for _, same in [*checks.values(), *emitted.values()]),
         milliseconds=_time(lambda: call(function)) if backend == "cuda" else None,
     )  # fmt: skip
 
 
 def _largest(found: Tensor, want: Tensor) -> tuple[float, bool]:
-    """The largest difference where the reference is finite, and whether both are finite in the same places."""
+    """The largest difference where the reference is finite, and whether both are the same where it isn't."""
     finite = want.isfinite()
     difference = (found.double() - want)[finite].abs()
-    same = bool(torch.equal(finite, found.isfinite())) and bool(torch.equal(found[~finite].double(), want[~finite]))
+    same = torch.equal(finite, found.isfinite())
+    same = same and torch.allclose(found[~finite].double(), want[~finite].double(), equal_nan=True)
     return float(difference.max()) if difference.numel() else 0.0, same
 
 

@@ -198,6 +198,27 @@ def test_run_shows_emitted_tensors() -> None:
     assert "emit     row_max" in shown and "emit     head_max" in shown
 
 
+def test_run_where_the_reference_itself_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "huge.attn"
+    path.write_text("attention huge(x: f32 = -1.0):\n    mask = j <= i\n    epilogue = o / 0.0 if iq == 1 else o\n")
+    shown = attncc("run", str(path), "--backend", "reference", "--qo", "4", "--head-dim", "8").stdout
+    assert "huge: ok" in shown and "nan" not in shown
+    assert "64 values of out are not finite in both, in the same places" in shown
+
+
+@pytest.mark.parametrize("found", [0.0, float("inf")])
+def test_values_that_are_not_finite_must_be_the_same(found: float) -> None:
+    import torch
+
+    from attncc.trial import _largest
+
+    nan = float("nan")
+    want = torch.tensor([1.0, nan, -torch.inf], dtype=torch.float64)
+    assert _largest(torch.tensor([1.5, nan, -torch.inf]), want) == (0.5, True)
+    assert _largest(torch.tensor([1.5, found, -torch.inf]), want) == (0.5, False)
+    assert _largest(torch.tensor([1.5, nan, found]), want) == (0.5, False)
+
+
 def test_run_bad_arguments() -> None:
     assert (
         "--heads: expected a multiple of the 3 kv heads, found 4"
@@ -263,6 +284,44 @@ def test_two_kernels_of_one_name(tmp_path: Path) -> None:
     assert f"two kernels would both go to {tmp_path / 'out' / 'causal'}" in result.stderr
 
 
+def test_where_kernels_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One alone goes to -o DIR itself; several, or any without -o, each to a folder of its own."""
+    went: list[str] = []
+
+    def build_all(jobs: list[parallel_build.Job], processes: int | None) -> list[parallel_build.Result]:
+        went.extend(job.output for job in jobs)
+        return []
+
+    monkeypatch.setattr(parallel_build, "build_all", build_all)
+    monkeypatch.chdir(tmp_path)
+    for arguments, outputs in [
+        ([f"{CAUSAL}:causal"], ["build/causal"]),
+        ([f"{CAUSAL}:causal", "-o", "x"], ["x"]),
+        ([GEMMA], ["build/gemma2_global", "build/gemma2_local"]),
+        ([GEMMA, "-o", "x"], ["x/gemma2_global", "x/gemma2_local"]),
+    ]:
+        went.clear()
+        attncc("build", *arguments)
+        assert went == outputs
+
+
+def test_an_output_that_cannot_be_written_is_refused_before_compiling(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(parallel_build, "build_all", lambda *_: pytest.fail("compiled"))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("keep")
+    (tmp_path / "file").write_text("keep")
+    for folder, message in [
+        ("notes", "expected a new or empty directory or an artifact to replace, found mine.txt in it"),
+        ("file", "expected a directory, found a file"),
+        ("n" * 300, "cannot be written to: File name too long"),
+        ("file/below", f"cannot be made: {tmp_path / 'file'} is no directory that can be written to"),
+    ]:
+        shown = attncc("build", f"{CAUSAL}:causal", "-o", str(tmp_path / folder), code=1).stderr
+        assert f"{tmp_path / folder}: {message}" in shown
+
+
 def test_a_failed_build_keeps_the_others(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The table shows what was built, stderr what wasn't, whatever the compiler raised for it."""
     from attncc import compiler
@@ -313,6 +372,17 @@ def test_explain(tmp_path: Path) -> None:
         "one variant a picture"
         in attncc("explain", CAUSAL, "--qo", "64", "--kv", "64", "--png", str(png), code=1).stderr
     )
+
+
+@pytest.mark.parametrize("name, message", [
+    ("missing/tiles.png", "cannot write: No such file or directory"),
+    ("tiles.pdf", "expected a file name that ends in .png"),
+    ("tiles", "expected a file name that ends in .png"),
+])  # fmt: skip
+def test_a_picture_that_cannot_be_drawn(name: str, message: str, tmp_path: Path) -> None:
+    path = str(tmp_path / name)
+    shown = attncc("explain", f"{CAUSAL}:causal", "--qo", "64", "--kv", "64", "--png", path, code=1).stderr
+    assert shown == f"Error: --png {path}: {message}\n"
 
 
 # ---------------------------------------------------------------------------------------------------- cold start

@@ -16,6 +16,7 @@ from attncc.ir.nodes import (
     Emit,
     Expr,
     Leaf,
+    Load,
     ScalarParam,
     Scan,
     TensorParam,
@@ -65,8 +66,7 @@ class _Check:
         slots = {slot: self._slot(slot) for slot in names.VALUE_SLOTS}
         scan, domain, emits = self._scan(), self._domain(), self._emits()
         self._row_guards(slots)
-        extra = [scan and scan.sink, *(x and x.value for x in emits), *(domain.index if domain is not None else ())]
-        self._constant_indices([*slots.values(), *extra])
+        self._constant_indices([*slots.values(), scan and scan.sink, *(x and x.value for x in emits)], domain)
         if scan is not None and scan.kind == "none":
             self._refuse_lse([slots["epilogue"], *(x and x.value for x in emits)])
         if self.scope.errors or self.syntax.broken or self.syntax.name is None:
@@ -242,12 +242,14 @@ class _Check:
                 message = f"`i` indexes '{x.tensor}' in `{slot}`, and is negative where qo_len > kv_len"
                 self.scope.error(message, x.span, hint)
 
-    def _constant_indices(self, found: list[Expr | None]) -> None:
+    def _constant_indices(self, found: list[Expr | None], domain: Domain | None) -> None:
         """An index of known value is inside its table, whose length is known too."""
-        for x in (x for e in found if e is not None for x in guards.loads(e)):
+        reads: list[Load | Domain] = [] if domain is None else [domain]
+        reads += [x for e in (*found, *(domain.index if domain else ())) if e is not None for x in guards.loads(e)]
+        for x in reads:
             tensor = self.scope.bindings.get(x.tensor)
             for dim, item in zip(tensor.dims if isinstance(tensor, TensorParam) else (), x.index, strict=False):
-                value = self.typer.build.value(item)
-                if isinstance(dim, int) and value is not None and not 0 <= value < dim:
+                value = None if item is None else self.typer.build.value(item)
+                if isinstance(dim, int) and item is not None and value is not None and not 0 <= value < dim:
                     message = f"index {value} is outside 0...{dim - 1} of '{x.tensor}'"
                     self.scope.error(message, item.span, f"its length is {dim}")

@@ -168,8 +168,10 @@ def _artifact(key: str, src: Source, variant: str | None, options: Options) -> A
 def build_artifact(source: str | Path | Source, out_dir: str | Path, *, variant: str | None = None, **options: Any):
     """Put the artifact of a variant into `out_dir`; arguments and errors as of `compile`.  Returns its manifest."""
     from attncc.codegen.artifact import write_artifact
+    from attncc.outputs import check_output
 
     src, chosen = _source(source), _options(**_with_defaults(options))
+    check_output(out_dir)
     found = _artifact(_key(src, variant, chosen), src, variant, chosen)
     manifest = {**found.manifest, "variant": {**found.manifest["variant"], "path": src.name}}
     del manifest["key"]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attncc.outputs import refuse_others
 from attncc.runtime.artifact import MANIFEST, SCHEMA, digest
 
 
@@ -23,7 +24,7 @@ def write_artifact(path: str | Path, manifest: Mapping[str, Any], files: Mapping
     target = Path(path)
     whole = {**manifest, "schema": SCHEMA, "files": {n: hashlib.sha256(c).hexdigest() for n, c in files.items()}}
     whole["digest"] = digest(whole)
-    _refuse_others(target)
+    refuse_others(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.parent / f".{target.name}.{uuid.uuid4().hex}"
     fresh.mkdir()
@@ -35,22 +36,6 @@ def write_artifact(path: str | Path, manifest: Mapping[str, Any], files: Mapping
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return whole
-
-
-def _refuse_others(target: Path) -> None:
-    """ValueError unless `target` is absent, empty, or an artifact and nothing besides."""
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target}: expected a directory, found a file")
-    found = {p.name for p in target.iterdir()} if target.exists() else set()
-    ours = {MANIFEST}
-    if MANIFEST in found:
-        try:
-            ours |= set(json.loads((target / MANIFEST).read_text(encoding="utf-8"))["files"])
-        except (ValueError, KeyError, TypeError):
-            ours = set()
-    if found - ours:
-        names = ", ".join(sorted(found - ours)[:5])
-        raise ValueError(f"{target}: expected a new or empty directory or an artifact to replace, found {names} in it")
 
 
 def _swap(fresh: Path, target: Path) -> None:

@@ -40,7 +40,7 @@ lint: $(STAMP)
 	$(BIN)/basedpyright
 
 test: lint
-	$(BIN)/pytest -n 2 -m "not gpu" $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m "not gpu" $(ARGS)
 
 prebuild: $(STAMP)
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(BIN)/python tests/gpu/prebuild.py

@@ -88,15 +88,22 @@ def panel(tile: int) -> int:
     return 64 if tile % 64 == 0 else 32
 
 
-# (tile of q and k, tile of v and out) -> (tile_kv, k, v, q stages).  228 KiB of shared memory, 512 registers for each
-# of 128 threads' accumulators, measured where RESULTS.md has figures for it; other pairs take the larger tile's row.
-SHAPES: dict[int, tuple[int, int, int, int]] = {
-    64: (128, 2, 2, 2),
-    96: (128, 2, 2, 2),
-    128: (128, 2, 2, 2),
-    192: (80, 2, 2, 1),
-    256: (64, 2, 2, 1),
+# Keys a block, then stages of K, V and Q, by the tiles of q, k and of v, out: what 227 KiB of shared memory and 240
+# registers a thread hold.  Measured (bench/RESULTS.md): a third stage at 64 and 96 is 1-3 % slower, 96 keys at 192 / 192
+# 2 % slower, 112 keys at 192 / 128 6 % faster than 80.  Other pairs take the row of the larger tile.
+SHAPES: dict[tuple[int, int], tuple[int, int, int, int]] = {
+    (64, 64): (128, 2, 2, 2),
+    (96, 96): (128, 2, 2, 2),
+    (128, 128): (128, 2, 2, 2),
+    (192, 128): (112, 2, 2, 1),
+    (192, 192): (80, 2, 2, 1),
+    (256, 256): (64, 2, 2, 1),
 }
+
+
+def shape_of(tile_qk: int, tile_vo: int) -> tuple[int, int, int, int]:
+    larger = max(tile_qk, tile_vo)
+    return SHAPES.get((tile_qk, tile_vo)) or SHAPES[larger, larger]
 
 
 @lru_cache(maxsize=8)
@@ -123,7 +130,7 @@ def never_zero(logits: Logits) -> Logits:
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
     """The kernel for a specialised, simplified variant."""
     ranges, logits = analysed(variant)
-    tile_kv, k_stages, v_stages, q_stages = SHAPES[max(tile_of(head_dim_qk), tile_of(head_dim_vo))]
+    tile_kv, k_stages, v_stages, q_stages = shape_of(tile_of(head_dim_qk), tile_of(head_dim_vo))
     mask = variant.mask != Const(True, BOOL)
     counted = ranges.may is None and ranges.must is None
     masks_below = not starts_at_zero(ranges)

@@ -89,8 +89,8 @@ def panel(tile: int) -> int:
 
 
 # Keys a block, then stages of K, V and Q, by the tiles of q, k and of v, out: what 227 KiB of shared memory and 240
-# registers a thread hold.  Measured (bench/RESULTS.md): a third stage at 64 and 96 is 1-3 % slower, 96 keys at 192 / 192
-# 2 % slower, 112 keys at 192 / 128 6 % faster than 80.  Other pairs take the row of the larger tile.
+# registers a thread hold.  Measured (bench/RESULTS.md): a third stage at 64 and 96 is 1-3 % slower, 96 keys at 192, 192
+# 2 % slower, 112 keys at 192, 128 6 % faster than 80.  Other pairs take the row of the larger tile.
 SHAPES: dict[tuple[int, int], tuple[int, int, int, int]] = {
     (64, 64): (128, 2, 2, 2),
     (96, 96): (128, 2, 2, 2),

@@ -100,9 +100,8 @@ def reference(
         chosen, head_dim=dims["head_dim"], head_dim_vo=dims["head_dim_vo"], dtype=taken, const=values,
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
     )  # fmt: skip
-    specialized(
-        chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, arch, values)
-    )  # refuses what a build would
+    # refuses what a build would: a const that makes a divisor 0
+    specialized(chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, arch, values))
     return made
 
 

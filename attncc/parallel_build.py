@@ -123,9 +123,10 @@ def show(results: Sequence[Result]) -> int:
         for r in built:
             assert r.manifest is not None
             for name, kernel in r.manifest["kernels"].items():
+                stages = "/".join(map(str, kernel["stages"]))  # slots of the rings for Q, K and V
                 table.add_row(
                     r.job.name if name == "forward" else f"{r.job.name} {name}",
-                    f"{kernel['tile_q']}×{kernel['tile_kv']}", _stages(kernel["stages"]), str(kernel["registers"]),
+                    f"{kernel['tile_q']}×{kernel['tile_kv']}", stages, str(kernel["registers"]),
                     f"{kernel['smem']:,}", str(kernel["spill_bytes"]), f"{kernel['build_seconds']:.1f} s",
                 )  # fmt: skip
         Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(table)
@@ -134,8 +135,3 @@ def show(results: Sequence[Result]) -> int:
         if r.error is not None:
             click.echo(f"{r.job.name}: not built\n{r.error}", err=True)
     return 0 if len(built) == len(results) else 1
-
-
-def _stages(stages: int | list[int]) -> str:
-    """Slots of the rings for Q, K and V, or of one ring for all."""
-    return str(stages) if isinstance(stages, int) else "/".join(map(str, stages))

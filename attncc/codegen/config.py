@@ -121,10 +121,18 @@ def never_zero(logits: Logits) -> Logits:
 
     if logits.unit_positive:
         logits = replace(logits, unit=at_least(logits.unit))
-    match logits.score:
-        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1:
-            logits = replace(logits, score=make("add", make("mul", Leaf("dot"), at_least(a)), c))
+    line = line_of(logits)
+    if line is not None and sign(line[0]) == 1:
+        logits = replace(logits, score=make("add", make("mul", Leaf("dot"), at_least(line[0])), line[1]))
     return logits
+
+
+def line_of(logits: Logits) -> tuple[Expr, Expr] | None:
+    """(a, c) where the score is a * dot + c, and c knows nothing of dot."""
+    match logits.score:
+        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if "dot" not in leaves(c):
+            return a, c
+    return None
 
 
 def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
@@ -167,22 +175,23 @@ def kind_of_score(logits: Logits) -> str:
     hidden before the functor runs."""
     if logits.score == Leaf("dot"):
         return "dot"
-    match logits.score:
-        case Op("add", (Op("mul", (Leaf("dot"), a)), c)) if sign(a) == 1 and "dot" not in leaves(c):
-            return "linear" if logits.unit_positive and not cell_loads(logits) else "any"
-    return "any"
+    line = line_of(logits)
+    rises = line is not None and sign(line[0]) == 1 and logits.unit_positive
+    return "linear" if rises and not cell_loads(logits) else "any"
 
 
 def ramp(logits: Logits) -> tuple[Expr, Expr, Expr, int] | None:
     """(a, c, coefficient, slope) where the score is a * dot + c and c = coefficient * f32(slope * j + …): the parts of
     a line over the columns of a block; None where it is not one."""
-    match logits.score:
-        case Op("add", (Op("mul", (Leaf("dot"), a)), c)):
-            factor, near = (c.args[1], c.args[0]) if isinstance(c, Op) and c.op == "mul" else (Const(1.0, F32), c)
-            if isinstance(near, Op) and near.op == "f32" and not leaves(factor) & {"i", "iq", "j", "i0"}:
-                step = slope(near.args[0])
-                return None if not step or leaves(near) & {"i", "iq"} else (a, c, factor, step)
-    return None
+    line = line_of(logits)
+    if line is None:
+        return None
+    a, c = line
+    factor, near = (c.args[1], c.args[0]) if isinstance(c, Op) and c.op == "mul" else (Const(1.0, F32), c)
+    if not isinstance(near, Op) or near.op != "f32" or leaves(factor) & {"i", "iq", "j", "i0"}:
+        return None
+    step = slope(near.args[0])
+    return None if not step or leaves(near) & {"i", "iq"} else (a, c, factor, step)
 
 
 def slope(e: Expr) -> int | None:

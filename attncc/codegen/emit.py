@@ -99,7 +99,6 @@ class Emitter:
         self.variant = variant
         self.head_dim_vo = head_dim_vo
         self.tensors = {t.name: t for t in variant.tensors}
-        self.scalars = {s.name: s for s in variant.scalars}
         self.params: list[tuple[str, str]] = []
         self.file = PurePath(variant.source.name).name if variant.source else variant.name
         self.sums: dict[Expr, int] = {}

@@ -2,7 +2,7 @@
 
 One warp deals work items into a ring in shared memory; the producers and consumers read them.  An item is eight
 words: query tile, head, request, live, then the blocks of keys to visit [begin, end), the first of those that need no
-mask, and how many there are of these.  Where the mask leaves holes, the blocks are chosen one by one (`Walk`) and
+mask, and how many there are of these.  Where the mask leaves holes, the blocks are chosen one by one (`next_block`) and
 the item carries only their number, as [0, count).
 """
 

@@ -11,18 +11,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["AttnError", "__version__", "compile", "load", "reference"]
+__all__ = ["AttnError", "__version__", "append_kv", "compile", "load", "merge_state_list", "merge_states", "reference"]
 
 _HOMES = {
     "AttnError": "attncc.diagnostics",
+    "append_kv": "attncc.runtime.append",
     "compile": "attncc.compiler",
     "load": "attncc.compiler",
+    "merge_state_list": "attncc.runtime.states",
+    "merge_states": "attncc.runtime.states",
     "reference": "attncc.compiler",
 }
 
 if TYPE_CHECKING:
     from attncc.compiler import compile, load, reference
     from attncc.diagnostics import AttnError
+    from attncc.runtime.append import append_kv
+    from attncc.runtime.states import merge_state_list, merge_states
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,194 @@
+"""Writing a step's new keys and values into a paged cache, with torch operations alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attncc.runtime.arguments import refuse_grad
+
+Table = tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, last_page_len
+TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
+CACHES = ("k_cache", "v_cache")
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def append_kv(
+    k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor], qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
+    last_page_len: Tensor,
+) -> None:  # fmt: skip
+    """Write row r of request b, a row of `k` and of `v`, to position kv_len[b] - qo_len[b] + r - qo_indptr[b].
+
+    `k`, `v` [nnz, num_kv_heads, head_dim] of any strides; `kv` = (k_cache, v_cache) [num_pages, page_size,
+    num_kv_heads, head_dim] of their dtypes and any strides.  The table is as `BatchAttention.plan` takes it, and as it
+    is after appending: int32 or int64, of any strides; `kv_indices` may be longer than kv_indptr[-1], and padded.  Rows
+    of k and v at or past qo_indptr[-1] are padding and not written.
+
+    With the indices on the device nothing synchronises and a CUDA graph may capture the call: a replay reads them anew.
+    Then values are not checked; a row without a place (a page id out of range, a request shorter than its new rows) is
+    not written.  (Where there is not one row to write, one row of the cache is written with what it holds.)  Indices on
+    the host are checked, and copied without waiting for the device; they can't be captured.
+
+    Raises ValueError or TypeError naming the argument, what was expected and what was found; nothing was written then.
+    """
+    caches = _check_rows(k, v, kv)
+    table = _check_table(qo_indptr, kv_indptr, kv_indices, last_page_len, k.device)
+    if any(t.device.type != "cpu" for t in table):
+        return _append(k, v, caches, _to(k.device, *table))
+    num_pages, page_size = caches[0].shape[:2]
+    rows = _check_values(table, k.shape[0], num_pages, page_size)
+    if rows:
+        page, slot, _ = _places(table, rows, num_pages, page_size)
+        _write(caches, (k[:rows], v[:rows]), *_to(k.device, page, slot))
+
+
+def _append(k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -> None:
+    """With the table where the caches are and its values unknown."""
+    rows, (num_pages, page_size) = k.shape[0], caches[0].shape[:2]
+    if not rows or not num_pages or len(table[0]) < 2 or not len(table[2]):
+        return
+    page, slot, valid = _places(table, rows, num_pages, page_size)
+    # The rows that have no place write what the first row that has one writes, where that does.
+    row = torch.arange(rows, device=k.device)
+    first = row.masked_fill(~valid, rows).amin().clamp(max=rows - 1)
+    row = torch.where(valid, row, first)
+    _write(caches, (k[row], v[row]), page[row], slot[row], valid.any())
+
+
+def _places(table: Table, rows: int, num_pages: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(page id, row within the page, is that the row's own place) of the first `rows` rows, on the table's device; the
+    first two are always within the cache."""
+    qo, pages, ids, last = (t.to(torch.int64).contiguous() for t in table)
+    count = pages[1:] - pages[:-1]
+    kv_len = ((count - 1) * page_size + last).masked_fill(count < 1, 0)
+    row = torch.arange(rows, device=qo.device)
+    b = (torch.searchsorted(qo, row, right=True) - 1).clamp(0, len(last) - 1)
+    position = kv_len[b] - (qo[1:][b] - row)
+    at = pages[:-1][b] + position.div(page_size, rounding_mode="floor")
+    page = ids[at.clamp(0, len(ids) - 1)]
+    valid = (row < qo[-1]) & (position >= 0) & (at < pages[1:][b]) & (at < len(ids)) & (page >= 0) & (page < num_pages)
+    return page.clamp(0, num_pages - 1), position.remainder(page_size), valid
+
+
+def _write(
+    caches: tuple[Tensor, Tensor], rows: tuple[Tensor, Tensor], page: Tensor, slot: Tensor, wanted: Tensor | None = None
+) -> None:  # fmt: skip
+    """caches[page, slot] = rows; where `wanted` is false (on the device), with the first place's own content."""
+    for cache, new in zip(caches, rows, strict=True):
+        bits = BITS[cache.element_size()]
+        cache, new = cache.view(bits), new.view(bits)
+        if wanted is not None:
+            new = torch.where(wanted, new, cache[page[:1], slot[:1]])
+        cache.index_put_((page, slot), new)
+
+
+def _to(device: torch.device, *tensors: Tensor) -> Any:
+    """The tensors on `device`; copies from the host wait for nothing."""
+    if device.type != "cuda":
+        return tensors
+    return tuple(t.pin_memory().to(device, non_blocking=True) if t.device != device else t for t in tensors)
+
+
+# ---------------------------------------------------------------------- checks
+
+
+def _check_rows(k: Any, v: Any, kv: Any) -> tuple[Tensor, Tensor]:
+    """The caches, after everything but indices was checked."""
+    if not isinstance(kv, (tuple, list)) or len(kv) != 2:
+        raise TypeError(f"kv: expected (k_cache, v_cache), found {type(kv).__name__}")
+    for name, t in (("k", k), ("v", v), *zip(CACHES, kv, strict=True)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, found {type(t).__name__}")
+        if t.device != k.device:
+            raise ValueError(f"{name}: expected a tensor on {k.device} as k is, found {t.device}")
+    if torch.is_grad_enabled():
+        refuse_grad([("k", k), ("v", v), *zip(CACHES, kv, strict=True)])
+    for name, t, cache_name, cache in (("k", k, "k_cache", kv[0]), ("v", v, "v_cache", kv[1])):
+        if cache.dim() != 4:
+            wanted = "[num_pages, page_size, num_kv_heads, head_dim]"
+            raise ValueError(f"{cache_name}: expected shape {wanted}, found {list(cache.shape)}")
+        if not cache.shape[1]:
+            raise ValueError(f"{cache_name}: expected a page_size of at least 1, found shape {list(cache.shape)}")
+        if any(n > 1 and stride == 0 for n, stride in zip(cache.shape, cache.stride(), strict=True)):
+            raise ValueError(f"{cache_name}: expected elements that don't overlap, found strides {cache.stride()}")
+        heads, head_dim = cache.shape[2:]
+        if t.dim() != 3 or tuple(t.shape[1:]) != (heads, head_dim):
+            wanted = f"[nnz, {heads}, {head_dim}] (num_kv_heads, head_dim of {cache_name})"
+            raise ValueError(f"{name}: expected shape {wanted}, found {list(t.shape)}")
+        if t.dtype != cache.dtype:
+            raise TypeError(f"{name}: expected dtype {_short(cache)} as {cache_name}, found {_short(t)}")
+    if kv[1].shape[:3] != kv[0].shape[:3]:
+        wanted = f"{list(kv[0].shape[:3])} as k_cache"
+        raise ValueError(
+            f"v_cache: expected [num_pages, page_size, num_kv_heads] = {wanted}, found {list(kv[1].shape)}"
+        )
+    if v.shape[0] != k.shape[0]:
+        raise ValueError(f"v: expected {k.shape[0]} rows as in k, found {v.shape[0]}")
+    return kv[0], kv[1]
+
+
+def _check_table(
+    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last_page_len: Any, device: torch.device
+) -> Table:  # fmt: skip
+    """What shapes, dtypes and devices tell of the indices."""
+    table = (qo_indptr, kv_indptr, kv_indices, last_page_len)
+    for name, t in zip(TABLE, table, strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor of int32 or int64, found {type(t).__name__}")
+        if t.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected dtype int32 or int64, found {_short(t)}")
+        if t.dim() != 1:
+            raise ValueError(f"{name}: expected one dimension, found shape {list(t.shape)}")
+        if t.device.type != "cpu" and t.device != device:
+            raise ValueError(f"{name}: expected a tensor on the host or on {device} as k is, found {t.device}")
+        if t.device != device and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"{name}: expected a tensor on {device} while a CUDA graph is captured, found {t.device}")
+    batch = len(qo_indptr) - 1
+    for name, t, wanted in zip(TABLE, table, (max(batch + 1, 1), batch + 1, None, batch), strict=True):
+        if wanted is not None and len(t) != wanted:
+            raise ValueError(f"{name}: expected {wanted} values, for {max(batch, 0)} requests, found {len(t)}")
+    return table
+
+
+def _check_values(table: Table, rows: int, num_pages: int, page_size: int) -> int:
+    """Refuse a table on the host whose values can't be; returns the number of rows to write."""
+    qo, pages, ids, last = (t.to(torch.int64) for t in table)
+    for name, offsets in (("qo_indptr", qo), ("kv_indptr", pages)):
+        if int(offsets[0]) != 0:
+            raise ValueError(f"{name}: expected offsets that start at 0, found {int(offsets[0])}")
+        b = _first(offsets[1:] < offsets[:-1])
+        if b is not None:
+            low, high = offsets[b : b + 2].tolist()
+            raise ValueError(f"{name}: expected offsets that never decrease, found {low}, {high} for request {b}")
+    if int(qo[-1]) > rows:
+        raise ValueError(f"qo_indptr: expected at most {rows} rows, as in k, found {int(qo[-1])}")
+    if len(ids) < int(pages[-1]):
+        raise ValueError(f"kv_indices: expected at least {int(pages[-1])} page ids (kv_indptr[-1]), found {len(ids)}")
+    n = _first((ids < 0) | (ids >= num_pages), int(pages[-1]))
+    if n is not None:
+        raise ValueError(f"kv_indices: expected page ids in 0…{num_pages - 1}, found {int(ids[n])} at {n}")
+    count = pages[1:] - pages[:-1]
+    b = _first((count > 0) & ((last < 1) | (last > page_size)))
+    if b is not None:
+        raise ValueError(f"last_page_len: expected 1…{page_size} (page_size), found {int(last[b])} for request {b}")
+    kv_len = ((count - 1) * page_size + last).masked_fill(count < 1, 0)
+    new = qo[1:] - qo[:-1]
+    b = _first(new > kv_len)
+    if b is not None:
+        raise ValueError(
+            f"kv_indptr: expected pages for the {int(new[b])} new rows of request {b} (the table is as it is after "
+            f"appending), found {int(kv_len[b])} positions"
+        )
+    return int(qo[-1])
+
+
+def _first(wrong: Tensor, end: int | None = None) -> int | None:
+    """Where the first of `wrong`, before `end`, is true."""
+    found = wrong[:end].nonzero()
+    return int(found[0]) if len(found) else None
+
+
+def _short(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")

@@ -4,12 +4,15 @@ Every function of the module belongs to a stage (codegen/device/functors.py list
 stage where it is first known - head, row, column - and handed up in tuples, so that the innermost code holds only
 what really differs from score to score.  Reads of tensors carry their guards: what `and`, `or`, `if` and the mask
 hide becomes the predicate of the load.  A read hoisted above a guard is checked against the tensor's extents instead.
+
+Served kernels find rows and keys by what the Env says of the request: its first row, its pages.  Where a key lies is
+looked up once a column.  The rows of a packed tile may be of several heads and requests; what they can't share is said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
@@ -22,6 +25,7 @@ from .config import KernelConfig, analysed, ramp, slope
 from .prelude import IMPORTS, helpers_for
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
+BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
 ENV_LEAVES = frozenset(("b", "h", "g", "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size"))
 ROW_LEAVES, COL_LEAVES = frozenset(("i", "iq")), frozenset(("j", "i0"))
 IN_RANGE = frozenset(("b", "h", "g", "iq"))  # leaves that never leave the extent they index
@@ -36,16 +40,34 @@ FAST = {"exp": "exp({})", "log": "log({})", "sigmoid": "sigmoid({})", "softplus"
 PRECISE = {**FAST, "exp": "cute.math.exp({})", "log": "cute.math.log({})", "exp2": "cute.math.exp2({})",
            "tanh": "cute.math.tanh({})", "log2": "cute.math.log2({})", "sqrt": "cute.math.sqrt({})",
            "rsqrt": "cute.math.rsqrt({})"}  # fmt: skip
+COLUMN_STAGES = ("block", "col")
 SEEN = "seen"  # the guard that the mask and kv_len put on every read of a score
 
 
 @dataclass(frozen=True)
 class Emitted:
-    """The module's text and the variant's own kernel parameters, (name, kind), in order."""
+    """The module's text and the variant's own kernel parameters, (name, kind), in order.
+
+    Of packed tiles: `columns_by_row`: block, col or ramp ask for what rows of other heads or requests have of their
+    own, and so have values for each row; `ranges_by_row`: bounds or classify ask for the head.  `other_keys`: a tensor
+    over `j` is read at keys other than the score's own, which a level of a cascade may not have."""
 
     name: str
     text: str
     params: tuple[tuple[str, str], ...]
+    columns_by_row: bool = False
+    ranges_by_row: bool = False
+    other_keys: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension `k` of a tensor argument and what indexes it: `x` itself, or what a served kernel finds by it: the
+    "query" row; of a key its "page", its "row" there, and whether it "is_here"."""
+
+    k: int
+    x: Expr
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,9 +117,11 @@ def reads_memory(e: Expr) -> bool:
 class Emitter:
     """Writes the functions of one variant."""
 
-    def __init__(self, variant: Variant, head_dim_vo: int):
+    def __init__(self, variant: Variant, config: KernelConfig):
         self.variant = variant
-        self.head_dim_vo = head_dim_vo
+        self.head_dim_vo = config.head_dim_vo
+        self.served = config.served
+        self.columns_by_row = False
         self.tensors = {t.name: t for t in variant.tensors}
         self.params: list[tuple[str, str]] = []
         self.file = PurePath(variant.source.name).name if variant.source else variant.name
@@ -150,6 +174,7 @@ class Emitter:
     # ------------------------------------------------------------------ values
     def value(self, e: Expr, stage: Stage, guards: Guards = Guards(), precise: bool = False) -> str:
         """The name of `e` in a stage, computing it there or below."""
+        self.columns_by_row |= stage.name in COLUMN_STAGES and bool(leaves(e) & BY_ROW)
         at_hand = self.trivial(e)
         if at_hand is not None:
             return at_hand
@@ -170,10 +195,13 @@ class Emitter:
         return stage.names[key]
 
     def lift(self, below: Stage, e: Expr, guards: Guards, precise: bool) -> str:
-        """A value computed in a lower stage: conditions that are not known there yet are left behind."""
+        """A value computed in a lower stage."""
+        return below.export(self.value(e, below, self.guards_below(below, guards), precise))
+
+    def guards_below(self, below: Stage, guards: Guards) -> Guards:
+        """Conditions that are not known in a lower stage yet are left behind."""
         kept = tuple(c for c in guards.conditions if c[0] != SEEN and self.home(c[0]) in ("head", below.name))  # type: ignore[arg-type]
-        there = Guards(kept, guards.checked or len(kept) < len(guards.conditions))
-        return below.export(self.value(e, below, there, precise))
+        return Guards(kept, guards.checked or len(kept) < len(guards.conditions))
 
     def line(self, stage: Stage, text: str, e: Expr | None = None) -> str:
         name = f"v{len(stage.lines)}"
@@ -257,15 +285,12 @@ class Emitter:
     # ------------------------------------------------------------------ memory
     def load(self, e: Load, stage: Stage, guards: Guards) -> str:
         tensor = self.tensors[e.tensor]
-        index = list(expand(tensor, e.index))
+        index = list(expand(tensor, e.index, self.served))
+        self.columns_by_row |= stage.name in COLUMN_STAGES and any(a.part == "query" for a in index)
         ok = [self.condition(c, holds, stage) for c, holds in guards.conditions]
         if guards.checked:
-            for k, x in index:
-                if not (isinstance(x, Leaf) and (x.name in IN_RANGE or x.name == "e")):  # e has its own limit below
-                    at = self.value(x, stage, guards)
-                    size = self.param(f"t.{tensor.name}.size.{k}", "i32")
-                    ok.append(f"({at} >= 0) & ({at} < {size})")
-        if any("e" in leaves(x) for _, x in index):  # a tile has more features than there may be
+            ok += self.inside(tensor, index, stage, guards)
+        if any("e" in leaves(a.x) for a in index):  # a tile has more features than there may be
             ok.append(f"(e < {self.head_dim_vo})")
         address = self.address(tensor, index, stage, guards)
         gate = " & ".join(f"({c})" if " " in c and not c.startswith("(") else c for c in dict.fromkeys(ok)) or "True"
@@ -282,6 +307,18 @@ class Emitter:
                 return f"load_u8({address}, {gate}) != 0"
         return f"load_u8({address}, {gate})"
 
+    def inside(self, tensor: TensorParam, index: list[Axis], stage: Stage, guards: Guards) -> Iterator[str]:
+        """The comparisons that keep a read in the tensor."""
+        for a in index:
+            if isinstance(a.x, Leaf) and (a.x.name in IN_RANGE or a.x.name == "e"):  # e has its own limit
+                continue
+            if a.part == "page":
+                yield self.place(Axis(a.k, a.x, "is_here"), stage, guards)
+            elif a.part != "row":
+                at = self.value(a.x, stage, guards)
+                size = "x.qo_len" if a.part == "query" else self.param(f"t.{tensor.name}.size.{a.k}", "i32")
+                yield f"({at} >= 0) & ({at} < {size})"
+
     def condition(self, c: Expr | str, holds: bool, stage: Stage) -> str:
         if isinstance(c, str):
             return c
@@ -294,32 +331,47 @@ class Emitter:
             return Guards()
         return Guards(((SEEN, True),)) if SEEN in stage.leaves else Guards(checked=True)
 
-    def address(self, tensor: TensorParam, index: list[tuple[int, Expr]], stage: Stage, guards: Guards) -> str:
+    def address(self, tensor: TensorParam, index: list[Axis], stage: Stage, guards: Guards) -> str:
         """The element's address; the part of each index that a lower stage knows is added there."""
         below = self.part_below(index, stage)
-        mine = [(k, x) for k, x in index if below is None or not self.known_in(x, below)]
+        mine = [a for a in index if below is None or not self.known_in(a.x, below)]
         if below is None:
             at = self.param(f"t.{tensor.name}", "ptr")
         else:
-            rest = [kx for kx in index if kx not in mine]
+            rest = [a for a in index if a not in mine]
             kept = Guards((), True) if guards != Guards() else guards
             key = ("address", tensor.name, tuple(rest))
             if key not in below.names:
                 below.names[key] = self.line(below, self.address(tensor, rest, below, kept))
             at = below.export(below.names[key])
         size = ELEMENT_BYTES[tensor.dtype]
-        for k, x in mine:
-            stride = self.param(f"t.{tensor.name}.stride.{k}", "i32")
-            at += f" + Int64({self.value(x, stage, guards)}) * Int64({stride}) * {size}"
+        for a in mine:
+            stride = self.param(f"t.{tensor.name}.stride.{a.k}", "i32")
+            at += f" + Int64({self.place(a, stage, guards)}) * Int64({stride}) * {size}"
         return at
+
+    def place(self, a: Axis, stage: Stage, guards: Guards) -> str:
+        """The index itself.  A key's place is looked up in the stage where the key is first known."""
+        if not a.part:
+            return self.value(a.x, stage, guards)
+        if a.part == "query":
+            return f"x.q_start + {self.value(a.x, stage, guards)}"
+        key = ("key", a.part, a.x, guards if self.reads(a.x) else None)
+        if key not in stage.names:
+            below = stage.below.get(self.home(a.x) or "")
+            if below is not None:
+                stage.names[key] = below.export(self.place(a, below, self.guards_below(below, guards)))
+            else:
+                stage.names[key] = self.line(stage, f"key_{a.part}(x, {self.value(a.x, stage, guards)})")
+        return stage.names[key]
 
     def known_in(self, x: Expr, below: Stage) -> bool:
         return self.home(x) in ("head", below.name)
 
-    def part_below(self, index: list[tuple[int, Expr]], stage: Stage) -> Stage | None:
+    def part_below(self, index: list[Axis], stage: Stage) -> Stage | None:
         for name in ("row", "head"):
             below = stage.below.get(name)
-            if below is not None and any(self.home(x) == name for _, x in index):
+            if below is not None and any(self.home(a.x) == name for a in index):
                 return below
         return None
 
@@ -343,21 +395,27 @@ class Emitter:
         return f"{title}\n\n{IMPORTS}\n\n{helpers_for(body)}\n\n{body}".rstrip() + "\n"
 
 
-def expand(tensor: TensorParam, index: tuple[Expr, ...]) -> Iterable[tuple[int, Expr]]:
-    """(dimension of the argument, index) with the dense layout's request dimension before `iq` and `j`."""
+def expand(tensor: TensorParam, index: tuple[Expr, ...], served: bool) -> Iterator[Axis]:
+    """The dimensions of the argument.  Dense: the request's own before `iq` and `j`.  Served: the rows of all requests
+    one after the other, and keys as the cache has them, by page and row."""
     k = 0
     for dim, x in zip(tensor.dims, index, strict=True):
-        if dim in ("iq", "j"):
-            yield k, Leaf("b")
-            k += 1
-        yield k, x
-        k += 1
+        if dim == "iq" and served:
+            parts = [Axis(k, x, "query")]
+        elif dim == "j" and served:
+            parts = [Axis(k, x, "page"), Axis(k + 1, x, "row")]
+        elif dim in ("iq", "j"):
+            parts = [Axis(k, Leaf("b")), Axis(k + 1, x)]
+        else:
+            parts = [Axis(k, x)]
+        yield from parts
+        k += len(parts)
 
 
 def emit(variant: Variant, config: KernelConfig) -> Emitted:
     """The functor module of a specialised, simplified variant."""
     ranges, logits = analysed(variant)
-    m = Emitter(variant, config.head_dim_vo)
+    m = Emitter(variant, config)
     all_below = (m.head, m.row, m.col)
 
     stage = m.cell("unit", (), (m.head,))
@@ -378,7 +436,18 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
         m.function("sink(x, hd, rw, i)", stage := m.cell("sink", ("i",), (m.head, m.row)), m.value(base2, stage))
     emit_ranges(m, ranges)
     emit_epilogue(m, variant)
-    return Emitted(variant.name, m.text(), tuple(m.params))
+    return Emitted(variant.name, m.text(), tuple(m.params), m.columns_by_row, by_head(ranges), other_keys(variant))
+
+
+def by_head(ranges: TileRanges) -> bool:
+    parts = (ranges.lo, ranges.hi, ranges.clear_lo, ranges.clear_hi, ranges.may, ranges.must)
+    return any(e is not None and "h" in leaves(e) for e in parts)
+
+
+def other_keys(variant: Variant) -> bool:
+    over_j = {t.name: t.dims.index("j") for t in variant.tensors if "j" in t.dims}
+    loads = [x for _, e in variant.expressions() for x in walk(e) if isinstance(x, Load) and x.tensor in over_j]
+    return any(x.index[over_j[x.tensor]] != Leaf("j") for x in loads)
 
 
 def emit_ramp(m: Emitter, logits: Logits) -> None:
@@ -389,6 +458,7 @@ def emit_ramp(m: Emitter, logits: Logits) -> None:
     step = make("mul", coefficient, Const(float(per_column), F32))
     values = [m.head.export(m.value(a, m.head)), m.block.export(m.value(line, m.block)),
               m.head.export(m.value(simplify_expr(step), m.head))]  # fmt: skip
+    m.columns_by_row |= any(leaves(e) & BY_ROW for e in parts[:3])
     m.function("ramp(hd, bk)", m.cell("ramp", (), ()), ", ".join(values))
 
 

@@ -41,6 +41,24 @@ def f16_as_f32(word):
     asm = "{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }"
     return Float32(llvm.inline_asm(Float32.mlir_type, [Int32(word).ir_value()], asm, "=f,r", has_side_effects=False))
 """,
+    # a served key at position j: the Env says where the keys of its level lie
+    "key_is_here": """
+def key_is_here(x, j):
+    return (j >= x.key_offset) & (j < x.key_stop)
+""",
+    "key_page": '''
+def key_page(x, j):
+    """The page of key j; 0 where there are none, and for keys that are elsewhere."""
+    page = cutlass.Uint32(j - x.key_offset) // cutlass.Uint32(cutlass.max(x.page_size, 1))
+    return load_b32(x.kv_indices + Int64(x.table + Int32(page)) * 4, key_is_here(x, j) & (x.page_size > 0))
+''',
+    "key_row": '''
+def key_row(x, j):
+    """The row of key j in its page, or in k and v."""
+    local = j - x.key_offset
+    in_page = Int32(cutlass.Uint32(local) % cutlass.Uint32(cutlass.max(x.page_size, 1)))
+    return cutlass.select_(x.page_size > 0, in_page, x.table + local)
+''',
     "bit": """
 def bit(word, n):
     return (((word >> (n & 31)) & 1) != 0) & ((n & ~31) == 0)
@@ -86,7 +104,7 @@ def power(x, y):
     return cutlass.select_(y == 0.0, Float32(1.0), cutlass.select_(x < 0.0, signed, size))
 ''',
 }
-NEEDS = {"sin": ("turn",), "cos": ("turn",)}
+NEEDS = {"sin": ("turn",), "cos": ("turn",), "key_page": ("key_is_here", "load_b32")}
 
 
 def helpers_for(body: str) -> str:

@@ -14,12 +14,14 @@ from attncc.codegen.config import KernelConfig
 from attncc.codegen.emit import Emitted
 
 ALL = [*example_cases(), *hard_cases(), *odd_cases()]
+SERVED = ("tree_verify", "key_scales", "gated_output", "packed_documents", "alibi", "t5_encoder")
 FUNCTIONS = {"head", "row", "block", "col", "unit", "score", "shift", "mask", "bounds", "classify", "epilogue"}
 
 
-def emitted(case: Case) -> tuple[Emitted, KernelConfig]:
+def emitted(case: Case, layout: str = "dense") -> tuple[Emitted, KernelConfig]:
+    page_size = 16 if layout == "paged" else None
     options = compiler._options(
-        case.head_dim, case.head_dim_vo, case.dtype, dict(case.const), "dense", "sm_90a"
+        case.head_dim, case.head_dim_vo, case.dtype, dict(case.const), layout, page_size, "sm_90a"
     )  # fmt: skip
     return compiler.generated(compiler.specialized(case.load(), options), options)
 
@@ -29,9 +31,15 @@ def test_examples(case: Case, golden: Callable[[str, str], None]) -> None:
     golden(f"golden/{case.variant}.py.golden", emitted(case)[0].text)
 
 
+@pytest.mark.parametrize("case", [c for c in example_cases() if c.variant in SERVED], ids=lambda c: c.variant)
+def test_served_examples(case: Case, golden: Callable[[str, str], None]) -> None:
+    golden(f"golden_served/{case.variant}.py.golden", emitted(case, "paged")[0].text)
+
+
+@pytest.mark.parametrize("layout", ["dense", "paged"])
 @pytest.mark.parametrize("case", ALL, ids=str)
-def test_modules_import_cutlass_alone_and_are_straight_line(case: Case) -> None:
-    text, params = emitted(case)[0].text, emitted(case)[0].params
+def test_modules_import_cutlass_alone_and_are_straight_line(case: Case, layout: str) -> None:
+    text, params = emitted(case, layout)[0].text, emitted(case, layout)[0].params
     tree = ast.parse(text)
     modules = {n.module if isinstance(n, ast.ImportFrom) else n.names[0].name
                for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))}  # fmt: skip
@@ -86,3 +94,109 @@ def test_scores_are_recognised(variant: str, score: str) -> None:
     case = next(c for c in example_cases() if c.variant == variant)
     config = emitted(case)[1]
     assert config.score == score and config.score_loads == (variant == "t5_encoder") and config.unit_positive
+
+
+def case_of(variant: str) -> Case:
+    return next(c for c in ALL if c.variant == variant)
+
+
+def test_pages_change_nothing_without_tensors_over_rows_or_keys() -> None:
+    """... nor does it matter to the module whether keys lie in pages: the Env says so at run time."""
+    for case in ALL:
+        dense, paged, ragged = (emitted(case, layout)[0] for layout in ("dense", "paged", "ragged"))
+        over = {dim for t in case.load().tensors for dim in t.dims} & {"iq", "j"}
+        assert paged.text == ragged.text and (paged.text != dense.text) == bool(over), case
+
+
+def test_a_key_is_looked_up_once_a_column_and_a_row_counts_from_the_first_of_all() -> None:
+    found = emitted(case_of("rows_and_keys"), "paged")[0]
+    text, params = found.text, found.params
+    assert len(re.findall(r"= key_page\(", text)) == len(re.findall(r"= key_row\(", text)) == 1
+    assert all(f"{name}(x, j)" in body(text, "col") for name in ("key_page", "key_row", "key_is_here"))
+    assert "Int64(x.q_start + iq)" in body(text, "row")
+    names = {name for name, _ in params}
+    assert {"t.bias_row.stride.0", "t.bias_row.stride.1", "t.bias_key.stride.0", "t.bias_key.stride.1",
+            "t.bias_key.stride.2"} <= names  # fmt: skip
+    assert not names & {"t.bias_row.stride.2", "t.bias_key.stride.3", "t.bias_key.size.0", "t.bias_key.size.1"}
+
+
+def test_keys_beside_rows_of_one_tensor_are_looked_up_in_the_column() -> None:
+    text = emitted(Case(KEYS, "both"), "paged")[0].text
+    assert "key_page(x, j)" in body(text, "col")
+    assert "load_u8" in body(text, "mask") and "key_" not in body(text, "mask")
+    assert "x.q_start + iq" in body(text, "row")
+
+
+KEYS = """
+attention both():
+    tensor shown[iq, j]: bool
+    mask = shown[iq, j]
+
+attention neighbour():
+    tensor kind[j]: i32
+    mask = j == 0 or kind[j - 1] == 3
+
+attention own():
+    tensor kind[j]: i32 sorted
+    mask = kind[j] <= 3
+
+attention earlier_row():
+    tensor kind[iq]: i32
+    f_logits = s if iq == 0 or kind[iq - 1] == 0 else -s
+
+attention row_of_key():
+    tensor kind[iq]: i32
+    mask = j <= i - qo_len or kind[j - (kv_len - qo_len)] == 0
+
+attention row_at():
+    tensor kind[iq]: i32
+    tensor first[g]: i32
+    mask = j < first[g] or kind[j - first[g]] == 0
+
+attention head_window():
+    tensor window[h]: i32
+    mask = i - window[h] < j <= i
+
+attention group_window():
+    tensor window[g]: i32
+    mask = i - window[g] < j <= i
+
+attention head_bias():
+    tensor bias[h, pos]: f32
+    f_logits = s + bias[h, j]
+
+attention group_bias():
+    tensor bias[g, pos]: f32
+    f_logits = s + bias[g, j]
+
+attention from_the_end():
+    f_logits = s + 0.5 * f32((kv_len - j) // 4)
+
+attention alibi_by_group():
+    tensor slope[g]: f32
+    f_logits = s + slope[g] * f32(j - i)
+"""
+
+
+@pytest.mark.parametrize(
+    "case, columns, ranges, others",
+    [(case_of("causal"), False, False, False), (case_of("sliding_window"), False, False, False),
+     (case_of("alibi"), True, False, False), (Case(KEYS, "alibi_by_group"), False, False, False),
+     (case_of("tree_verify"), True, False, False), (case_of("key_scales"), False, False, False),
+     (case_of("packed_documents"), True, False, False), (case_of("t5_encoder"), False, False, False),
+     (case_of("flags"), True, False, False), (case_of("head_scale"), False, False, False),
+     (Case(KEYS, "row_at"), True, False, False), (Case(KEYS, "row_of_key"), True, False, False),
+     (Case(KEYS, "both"), False, False, False), (Case(KEYS, "neighbour"), False, False, True),
+     (Case(KEYS, "own"), False, False, False), (Case(KEYS, "head_window"), False, True, False),
+     (Case(KEYS, "group_window"), False, False, False), (Case(KEYS, "head_bias"), True, False, False),
+     (Case(KEYS, "group_bias"), False, False, False), (Case(KEYS, "from_the_end"), True, False, False)],
+    ids=lambda x: x.variant if isinstance(x, Case) else "",
+)  # fmt: skip
+def test_what_rows_of_a_packed_tile_share(case: Case, columns: bool, ranges: bool, others: bool) -> None:
+    e = emitted(case, "paged")[0]
+    assert (e.columns_by_row, e.ranges_by_row, e.other_keys) == (columns, ranges, others)
+
+
+def test_another_row_is_compared_with_the_rows_of_its_request() -> None:
+    text = emitted(Case(KEYS, "earlier_row"), "paged")[0].text
+    assert re.search(r"load_b32\(.*Int64\(x\.q_start \+ (v\d+)\).*\(\1 >= 0\) & \(\1 < x\.qo_len\)", body(text, "row"))

@@ -7,6 +7,7 @@ import numpy as np
 from .memory import UNSIGNED
 from .ops import TYPES
 from .program import CLASS_SIZE, Imm, Instr, Pair, PtxError, Vec
+from .races import WIDE, scope_of
 from .translate import Translator, effect
 
 LANES = np.arange(32)
@@ -42,17 +43,29 @@ def space(ins: Instr) -> str:
 SHARED_WINDOW = 1 << 56  # generic addresses of shared memory: the window plus the offset
 
 
+def shared_of(c):
+    """The context's shared memory, told who writes."""
+    c.cta.shared.who = c.group.number
+    return c.cta.shared
+
+
 def memory_of(c, where: str, addresses):
-    """The memory that addresses of a space lie in, and the addresses there."""
+    """The memory that addresses of a space lie in, told whose accesses come, and the addresses there."""
     if where == "shared":
-        return c.cta.shared, addresses
+        return shared_of(c), addresses
     if where == "local":
         raise PtxError("local memory: the kernel spills or indexes registers")
     if where == "" and (inside := addresses >= SHARED_WINDOW).any():
         if not inside.all():
             raise PtxError("one generic access to shared and global memory at once")
-        return c.cta.shared, addresses - SHARED_WINDOW
+        return shared_of(c), addresses - SHARED_WINDOW
+    c.machine.memory.who = c.cta.index
     return c.machine.memory, addresses
+
+
+def is_strong(ins: Instr) -> bool:
+    """A load or store that other CTAs may race with."""
+    return any(w in ("relaxed", "acquire", "release", "volatile") for w in ins.words)
 
 
 @effect("ld")
@@ -63,6 +76,7 @@ def load(ins: Instr, t: Translator):
     address, where = t.address(ins.args[1]), space(ins)
     dtype = np.dtype(TYPES[kind][2])
     width = dtype.itemsize
+    strong, constant = is_strong(ins), "nc" in ins.words
 
     def run(c, m):
         lanes = active(c, m)
@@ -71,6 +85,10 @@ def load(ins: Instr, t: Translator):
         memory, at = memory_of(c, where, pick(address(c), lanes))
         if many > 1 and (at & (width * many - 1)).any():
             raise ins.fault(f"a vector load is not aligned to {width * many} bytes")
+        if constant:
+            memory.refuse_written(ins, at, width)
+        if strong and memory is c.machine.memory:
+            c.machine.synchronise(ins, c, at, reads=True)
         for k, write in enumerate(writers):
             write(c, memory.load(ins, at + k * width, width).view(dtype), lanes)
 
@@ -84,6 +102,7 @@ def store(ins: Instr, t: Translator):
     readers = [t.reader(a, kind) for a in sources]
     address, where = t.address(ins.args[0]), space(ins)
     width = np.dtype(TYPES[kind][2]).itemsize
+    strong = is_strong(ins)
 
     def run(c, m):
         lanes = active(c, m)
@@ -92,6 +111,8 @@ def store(ins: Instr, t: Translator):
         memory, at = memory_of(c, where, pick(address(c), lanes))
         if many > 1 and (at & (width * many - 1)).any():
             raise ins.fault(f"a vector store is not aligned to {width * many} bytes")
+        if strong and memory is c.machine.memory:
+            c.machine.synchronise(ins, c, at, writes=True)
         for k, read in enumerate(readers):
             memory.store(ins, at + k * width, width, pick(read(c), lanes).view(UNSIGNED[width]))
 
@@ -112,7 +133,21 @@ ATOMIC = {
 }
 
 
-@effect("atom", "red")
+@effect("fence.acq_rel", "fence.sc", "membar", "fence.acquire", "fence.release", alone=True)
+def memory_fence(ins: Instr, t: Translator):
+    """One-sided fences (acquire, release) count as no fence: their forms with a scope are not used."""
+    wide = scope_of(ins.words) in WIDE and ins.words[1] not in ("acquire", "release")
+
+    def run(c, m):
+        lanes = active(c, m)
+        if wide and (lanes is None or lanes.size):
+            c.machine.memory.races.fence(c.cta.index)
+            c.machine.may_switch()
+
+    return run
+
+
+@effect("atom", "red", alone=True)
 def atomic(ins: Instr, t: Translator):
     kind, returns = ins.words[-1], ins.words[0] == "atom"
     args = ins.args if returns else (None, *ins.args)
@@ -128,7 +163,12 @@ def atomic(ins: Instr, t: Translator):
     def run(c, m):
         lanes = active(c, m)
         at = pick(address(c), lanes)
+        if not at.size:
+            return
         memory, at = memory_of(c, where, at)
+        if memory is c.machine.memory:
+            memory.who = None  # atomics race with nobody
+            c.machine.synchronise(ins, c, at, reads=returns, writes=True)
         values = [pick(r(c), lanes) for r in readers]
         before = np.empty(at.size, dtype)
         for k in range(at.size):  # in lane order: each lane sees what the lanes before it left
@@ -138,25 +178,6 @@ def atomic(ins: Instr, t: Translator):
             memory.store(ins, one, dtype.itemsize, np.array([new], dtype).view(raw))
         if write:
             write(c, before, lanes)
-
-    return run
-
-
-@effect("cp.async.ca", "cp.async.cg")
-def copy_async(ins: Instr, t: Translator):
-    """A few bytes global to shared; done at once."""
-    target, source, size = t.address(ins.args[0]), t.address(ins.args[1]), int(ins.args[2].text)
-    amount = t.reader(ins.args[3], "u32") if len(ins.args) > 3 and "L2::cache_hint" not in ins.words else None
-
-    def run(c, m):
-        lanes = active(c, m)
-        to, at = pick(target(c), lanes), pick(source(c), lanes)
-        take = np.full(to.size, size) if amount is None else pick(amount(c), lanes).astype("i8")
-        for k in range(0, size, 4):
-            values, some = np.zeros(to.size, "u4"), np.flatnonzero(take > k)
-            if some.size:
-                values[some] = c.machine.memory.load(ins, at[some] + k, 4)
-            c.cta.shared.store(ins, to + k, 4, values)
 
     return run
 
@@ -333,7 +354,7 @@ def store_matrix(ins: Instr, t: Translator):
         to = rows_of(address(c), count)[..., None] + 4 * np.arange(4)
         if (rows_of(address(c), count) & 15).any():
             raise ins.fault("a matrix row is not aligned to 16 bytes")
-        c.cta.shared.store(ins, to.reshape(-1), 4, words.reshape(-1))
+        shared_of(c).store(ins, to.reshape(-1), 4, words.reshape(-1))
 
     return run
 
@@ -355,6 +376,21 @@ def load_matrix(ins: Instr, t: Translator):
         words = np.ascontiguousarray(a.swapaxes(2, 3) if trans else a).view("u4").reshape(-1, count, 32)
         for k, write in enumerate(writers):
             write(c, words[:, k].reshape(-1), None)
+
+    return run
+
+
+@effect("movmatrix", together=True)
+def move_matrix(ins: Instr, t: Translator):
+    if ins.words[2:] != ("aligned", "m8n8", "trans", "b16"):
+        raise PtxError(f"matrix form not understood: {ins}")
+    read, write = t.reader(ins.args[1], "b32"), t.writer(ins.args[0], "b32")
+
+    def run(c, m):
+        if m is not None and not m.all():
+            raise ins.fault("movmatrix with inactive lanes")
+        a = read(c).copy().view("u2").reshape(-1, 8, 8)
+        write(c, np.ascontiguousarray(a.swapaxes(1, 2)).view("u4").reshape(-1), None)
 
     return run
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from . import sync, tma, wgmma  # noqa: F401  (they register their instructions)
+from . import cp_async, mma, sync, tma, wgmma  # noqa: F401  (they register their instructions)
 from .memory import GlobalMemory, SharedMemory
 from .program import CLASS_SIZE, Fault, Parameter, Program, PtxError
+from .races import Races
 from .tma import Landing, TensorMap
 from .translate import APART, BLOCKED, SPLIT, Translator
 
@@ -83,6 +84,8 @@ class Warp:
         self.mma: list[list] = []
         self.bulk_open: dict[int, list] = {}  # the same for bulk stores, by lane
         self.bulk: dict[int, list[list]] = {}
+        self.copies: list = []  # cp_async.Copies under way
+        self.groups = np.zeros(32, int)  # cp.async groups that each lane has committed
         self.context: Lanes | None = None
 
     @property
@@ -134,7 +137,7 @@ class Group:
     """A warpgroup: registers of up to four warps."""
 
     def __init__(self, cta: Cta, first: int, count: int):
-        self.cta, self.first = cta, first
+        self.cta, self.first, self.number = cta, first, first // 4
         program = cta.machine.program
         self.files = {
             cls: np.full((program.registers[cls], 32 * count), POISON[cls], DTYPE[VIEWS[cls][0]]) for cls in CLASS_SIZE
@@ -175,6 +178,8 @@ class Group:
             if not used:
                 break
             ran, budget = True, budget - used
+            if self.cta.machine.switch:
+                budget, self.cta.machine.switch = 0, False
             self.together = self.together and (lockstep or self.at_product())
         return ran
 
@@ -194,6 +199,8 @@ class Group:
             if r < 0:
                 break
             pc, used = r, used + 1
+            if machine.switch:
+                break
         if r == SPLIT:
             self.together = False
             return used + 1
@@ -236,7 +243,8 @@ class Cta:
 
     def close(self, landings: list[Landing]) -> None:
         """Raises Fault for what the CTA left unfinished."""
-        if left := [x for x in landings if x.cta is self]:
+        left = [x for x in landings if x.cta is self]
+        if left := left + [x for g in self.groups for w in g.warps for x in w.copies]:
             raise left[0].ins.fault(f"CTA {self.index} ends while a copy to its shared memory is under way")
         if self.shared.reads:
             raise self.shared.reads[0].ins.fault(f"CTA {self.index} ends while its shared memory is still read")
@@ -259,6 +267,7 @@ class Machine:
     seed: int = 0
     lockstep: bool = True
     max_blocks: int = 2_000_000
+    switch: bool = False  # another warp shall run now
     version: int = 0  # counts what may let a waiting warp run
     instructions: int = 0  # warp instructions so far
     blocks: int = 0
@@ -271,6 +280,7 @@ class Machine:
         if self.threads % 32:
             raise PtxError(f"blocks of {self.threads} threads are not modelled")
         self.random = np.random.default_rng(self.seed)
+        self.memory.races = Races(self.grid)
         self.symbols: dict[str, int] = {}
         self.bytes_of: dict[str, bytes] = {}
         self.maps: dict[int, TensorMap] = {}
@@ -346,6 +356,16 @@ class Machine:
         if value is None:
             raise PtxError(f"special register {name} is not known")
         return value
+
+    # --------------------------------------------------------------------------------- other CTAs
+    def may_switch(self) -> None:
+        """Where CTAs meet in memory, half of the time another warpgroup runs next."""
+        self.switch = self.switch or bool(self.random.integers(2))
+
+    def synchronise(self, ins, c: Lanes, addresses: np.ndarray, reads: bool = False, writes: bool = False) -> None:
+        """A strong access to global memory."""
+        self.memory.races.synchronise(ins.words, addresses.tolist(), c.cta.index, reads, writes)
+        self.may_switch()
 
     # --------------------------------------------------------------------------------- running
     def run(self, c: Lanes, pc: int, mask: np.ndarray | None) -> int:

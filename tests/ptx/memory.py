@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .program import Fault, Instr
+from .races import Races
 
 UNSIGNED = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
@@ -62,11 +63,14 @@ class Segment:
 
 
 class GlobalMemory:
-    """Allocations far apart, so that an address just past one is in none."""
+    """Allocations far apart, so that an address just past one is in none.  `who`: the CTA whose plain accesses these
+    are, None where order needs no check."""
 
     GAP = 1 << 20
 
     def __init__(self):
+        self.races = Races(1)
+        self.who: int | None = None
         self.segments: list[Segment] = []
         self.bases: list[int] = []
         self.top = 0x7000_0000_0000
@@ -130,6 +134,8 @@ class GlobalMemory:
             index = (at - segment.origin) >> SHIFT[width]
             if segment.written is not None and not segment.written[at - segment.base].all():
                 raise ins.fault(f"global memory of {segment.name!r} is read before it is written")
+            if segment.written is not None and self.who is not None:
+                self.races.loaded(ins, segment, at, self.who)
             out[slice(None) if lanes is None else lanes] = segment.views[width][index]
         return out
 
@@ -141,12 +147,20 @@ class GlobalMemory:
                 raise ins.fault(f"{segment.name!r} is read-only")
             segment.views[width][(at - segment.origin) >> SHIFT[width]] = value
             if segment.written is not None:
+                if self.who is not None:
+                    self.races.stored(ins, segment, at, self.who)
                 for k in range(width):
                     segment.written[at - segment.base + k] = 1
 
+    def refuse_written(self, ins: Instr, addresses: np.ndarray, width: int) -> None:
+        """Of a load that may see what was there before the launch."""
+        for segment, lanes in self._parts(ins, addresses, width):
+            self.races.constant(ins, segment, addresses if lanes is None else addresses[lanes])
+
 
 # ------------------------------------------------------------------------------------- shared
-WRITTEN, UNFENCED, LANDING, BARRIER = 1, 2, 4, 8
+WRITTEN, GENERIC, LANDING, BARRIER = 1, 2, 4, 8
+MAX_GROUPS = 8  # warpgroups of a CTA
 
 
 @dataclass(eq=False)
@@ -161,13 +175,16 @@ class AsyncRead:
 
 @dataclass(eq=False)
 class SharedMemory:
-    """One CTA's.  A byte is written; by the generic proxy and not fenced yet; landing (a copy to it is under way);
-    or part of an mbarrier."""
+    """One CTA's.  A byte is written; by the generic proxy; landing (a copy to it is under way); or part of an mbarrier.
+
+    What warpgroup `who` writes generically may be read by the async proxy of a warpgroup once either of the two has
+    executed fence.proxy.async: `times` and `writers` are kept by the word, `fences` by the warpgroup."""
 
     base: int
     size: int
     reads: list[AsyncRead] = field(default_factory=list)
-    unfenced: list = field(default_factory=list)
+    who: int = 0
+    time: int = 0
 
     def __post_init__(self):
         padded = (self.base + self.size + 15) // 16 * 16
@@ -176,6 +193,8 @@ class SharedMemory:
         self.state = np.zeros(padded, "u1")
         self.views = {w: self.data.view(UNSIGNED[w]) for w in UNSIGNED}
         self.states = {w: self.state.view(UNSIGNED[w]) for w in UNSIGNED}
+        self.times, self.writers = np.zeros(padded // 4, "i4"), np.zeros(padded // 4, "u1")
+        self.fences = np.zeros(MAX_GROUPS, "i4")
 
     def _index(self, ins: Instr, addresses: np.ndarray, width: int) -> np.ndarray:
         _aligned(ins, addresses, width)
@@ -206,14 +225,21 @@ class SharedMemory:
             if ((addresses < r.high) & (addresses + width > r.low)).any():
                 raise ins.fault(f"shared memory is written while it is still read by\n     {r.ins}")
         self.views[width][index] = values
-        self.states[width][index] = _every_byte(WRITTEN | UNFENCED, width)
-        self.unfenced.append((width, index))
+        self.states[width][index] = _every_byte(WRITTEN | GENERIC, width)
+        self.time += 1
+        for word in range(0, width, 4):
+            self.times[(addresses + word) >> 2] = self.time
+            self.writers[(addresses + word) >> 2] = self.who
 
-    def fence(self) -> None:
-        """fence.proxy.async: what was written so far is visible to the async proxy."""
-        for width, index in self.unfenced:
-            self.states[width][index] &= _every_byte(0xFF ^ UNFENCED, width)
-        self.unfenced.clear()
+    def fence(self, group: int) -> None:
+        """fence.proxy.async by a warpgroup, for what was written so far."""
+        self.fences[group] = self.time
+
+    def unfenced(self, group: int, addresses: np.ndarray) -> bool:
+        """Is there a byte that the async proxy of this warpgroup does not see yet?"""
+        words = addresses[(self.state[addresses] & GENERIC) != 0] >> 2
+        seen = np.maximum(self.fences[group], self.fences[self.writers[words]])
+        return bool((self.times[words] > seen).any())
 
     def begin_copy(self, ins: Instr, low: int, size: int) -> None:
         """An asynchronous copy to [low, low + size) is under way: until it lands, the bytes are NaN."""
@@ -228,9 +254,26 @@ class SharedMemory:
         self.data[low:high] = 0xFF
         self.state[low:high] = LANDING
 
+    def begin_copies(self, ins: Instr, addresses: np.ndarray, width: int) -> None:
+        """The same for many targets of 4 or 8 bytes."""
+        index = self._index(ins, addresses, width)
+        if (self.states[width][index] & _every_byte(LANDING | BARRIER, width)).any():
+            raise ins.fault("the copy's target is the target of a copy under way, or holds an mbarrier")
+        for r in self.reads:
+            if ((addresses < r.high) & (addresses + width > r.low)).any():
+                raise ins.fault(f"the copy's target is still read by\n     {r.ins}")
+        self.views[width][index] = _every_byte(0xFF, width)
+        self.states[width][index] = _every_byte(LANDING, width)
+
     def land(self, low: int, raw: np.ndarray) -> None:
         self.data[low : low + raw.size] = raw
         self.state[low : low + raw.size] = WRITTEN
+
+    def land_generic(self, ins: Instr, addresses: np.ndarray, width: int, values: np.ndarray, group: int) -> None:
+        """Bytes that the generic proxy of a warpgroup has copied."""
+        self.states[width][addresses >> SHIFT[width]] = 0
+        self.who = group
+        self.store(ins, addresses, width, values)
 
     def begin_read(self, ins: Instr, low: int, high: int, readers: int = 1) -> AsyncRead:
         read = AsyncRead(low, high, ins, readers)

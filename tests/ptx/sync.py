@@ -165,20 +165,6 @@ def arrive(ins: Instr, t: Translator):
     return run
 
 
-@effect("cp.async.mbarrier.arrive")
-def arrive_after_copies(ins: Instr, t: Translator):
-    address, noinc = t.address(ins.args[0]), "noinc" in ins.words
-
-    def run(c, m):
-        for at in pick(address(c), active(c, m)).tolist():
-            b = mbarrier_at(ins, c, at)
-            if noinc:
-                b.pending -= 1
-                b.settle(c.machine)
-
-    return run
-
-
 @effect("mbarrier.try_wait", "mbarrier.test_wait", alone=True)
 def wait(ins: Instr, t: Translator):
     """try_wait blocks; when nothing else can run it times out, and tells so by a false predicate."""
@@ -214,4 +200,9 @@ def wait(ins: Instr, t: Translator):
 
 @effect("fence.proxy.async")
 def fence(ins: Instr, t: Translator):
-    return lambda c, m: c.cta.shared.fence()
+    def run(c, m):
+        lanes = active(c, m)
+        if lanes is None or lanes.size:
+            c.cta.shared.fence(c.group.number)
+
+    return run

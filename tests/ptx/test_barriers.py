@@ -79,6 +79,26 @@ def test_test_wait_does_not_block():
     assert out.read("u4", (3,)).tolist() == [0, 1, 1]
 
 
+def test_arrivals_by_the_number():
+    """One lane arrives for many; the phase ends with the last of 7."""
+    memory = GlobalMemory()
+    out = memory.empty("out", 12)
+    body = (
+        pointers(1)
+        + """
+        mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @%p1 bra END; mbarrier.init.shared.b64 [%r1], 7; mov.u32 %r3, 4;
+        mbarrier.arrive.shared::cta.b64 _, [%r1], %r3;
+        mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r1], 0; selp.b32 %r2, 1, 0, %p2; st.global.u32 [%d0], %r2;
+        mbarrier.arrive.shared::cta.b64 _, [%r1], 2;
+        mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r1], 0; selp.b32 %r2, 1, 0, %p2; st.global.u32 [%d0+4], %r2;
+        mbarrier.arrive.release.cta.shared::cta.b64 _, [%r1], 1;
+        mbarrier.test_wait.parity.shared::cta.b64 %p2, [%r1], 0; selp.b32 %r2, 1, 0, %p2; st.global.u32 [%d0+8], %r2;
+        END: ret;"""
+    )
+    launch(body, out, memory=memory, shared=64)
+    assert out.read("u4", (3,)).tolist() == [0, 0, 1]
+
+
 def test_a_wait_that_runs_out_of_time_says_so():
     """try_wait may return false: a program that gives up then goes on."""
     memory = GlobalMemory()

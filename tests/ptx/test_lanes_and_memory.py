@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ptx.memory import GlobalMemory
+from ptx.ops import from_bf16, to_bf16
 from ptx.program import Fault
 from ptx.snippets import lanewise, launch, pointers
 
@@ -284,20 +285,52 @@ def test_matrix_stores_and_loads(count, trans):
     assert (back.read("u4", words.shape) == words).all()
 
 
-def test_cp_async_fills_with_zeros():
+def test_a_matrix_moved_to_its_transpose():
+    tile = rng.integers(0, 2**16, (2, 8, 8), "u2")
     memory = GlobalMemory()
-    source, out = memory.put("in", np.arange(128, dtype="u4")), memory.empty("out", 512)
+    source, out = memory.put("in", tile), memory.empty("out", 256)
     body = (
         pointers(2)
         + """
-        mov.u32 %r1, smem; shl.b32 %r2, %r0, 4; add.u32 %r1, %r1, %r2; cvt.u64.u32 %d10, %r2; add.s64 %d0, %d0, %d10;
-        setp.lt.u32 %p0, %r0, 20; selp.b32 %r3, 16, 0, %p0;
-        cp.async.cg.shared.global [%r1], [%d0], 16, %r3; cp.async.commit_group; cp.async.wait_group 0;
-        ld.shared.v4.u32 {%r10, %r11, %r12, %r13}, [%r1]; add.s64 %d1, %d1, %d10;
-        st.global.v4.u32 [%d1], {%r10, %r11, %r12, %r13}; ret;"""
+        mul.wide.u32 %d10, %r0, 4; add.s64 %d0, %d0, %d10; add.s64 %d1, %d1, %d10; ld.global.b32 %r1, [%d0];
+        movmatrix.sync.aligned.m8n8.trans.b16 %r2, %r1; st.global.b32 [%d1], %r2; ret;"""
     )
-    launch(body, source, out, memory=memory, shared=512)
-    assert (out.read("u4", (128,)) == np.where(np.arange(128) < 80, np.arange(128), 0)).all()
+    launch(body, source, out, memory=memory, threads=64)
+    assert (out.read("u2", tile.shape) == tile.swapaxes(1, 2)).all()
+
+
+def lanes_of(a: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """[register, lane, 2] of a row-major fragment: 8 x 8 parts, down the rows first; as the PTX ISA draws it."""
+    out = np.zeros((rows * columns // 64, 32, 2), a.dtype)
+    for k in range(len(out)):
+        for lane in range(32):
+            row, column = 8 * (k % (rows // 8)) + lane // 4, 8 * (k // (rows // 8)) + 2 * (lane % 4)
+            out[k, lane] = a[row, column : column + 2]
+    return out
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("k", [8, 16])
+def test_a_product_of_one_warp(kind, k):
+    """16 x 8 = 16 x k times k x 8, plus what was there."""
+    a, b, c = rng.standard_normal((16, k)), rng.standard_normal((8, k)), rng.standard_normal((16, 8)).astype("f4")
+    a, b = ((to_bf16(x.astype("f4")) if kind == "bf16" else x.astype("f2").view("u2")).reshape(x.shape) for x in (a, b))
+    n = k // 8
+    memory = GlobalMemory()
+    regs = [lanes_of(a, 16, k).view("u4").reshape(-1, 32), lanes_of(b, 8, k).view("u4").reshape(-1, 32)]
+    start = lanes_of(c, 16, 8).transpose(0, 2, 1).reshape(4, 32).view("u4")
+    source, out = memory.put("in", np.concatenate([*regs, start])), memory.empty("out", 512)
+    body = pointers(2) + "mul.wide.u32 %d10, %r0, 4; add.s64 %d0, %d0, %d10; add.s64 %d1, %d1, %d10;\n"
+    body += "".join(f"ld.global.b32 %r{10 + i}, [%d0+{128 * i}];\n" for i in range(3 * n + 4))
+    names = [f"%r{10 + i}" for i in range(3 * n + 4)]
+    groups = [names[3 * n :], names[: 2 * n], names[2 * n : 3 * n], names[3 * n :]]
+    args = ", ".join("{" + ", ".join(g) + "}" for g in groups)
+    body += f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {args};\n"
+    body += "".join(f"st.global.b32 [%d1+{128 * i}], {names[3 * n + i]};\n" for i in range(4)) + "ret;"
+    launch(body, source, out, memory=memory)
+    real = from_bf16 if kind == "bf16" else lambda x: x.view("f2").astype("f4")
+    want = lanes_of(real(a).astype("f8") @ real(b).astype("f8").T + c, 16, 8).transpose(0, 2, 1).reshape(4, 32)
+    np.testing.assert_allclose(out.read("f4", (4, 32)), want, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------- what is wrong is found

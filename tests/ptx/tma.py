@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from .effects import active
-from .memory import LANDING, SHIFT, UNFENCED, UNSIGNED, WRITTEN, Segment
+from .effects import active, memory_of
+from .memory import LANDING, SHIFT, UNSIGNED, WRITTEN, Segment
 from .program import Fault, Imm, Instr, PtxError
 from .sync import mbarrier_at
 from .translate import Translator, effect
@@ -121,18 +121,19 @@ def tensor_store(c, ins: Instr, tensor: TensorMap, coords: list[int], source: in
     order = chunks(source // 16, n // 16, tensor.swizzle)
     inside, at = tensor.elements(coords)
     data = shared.data[source : source + n].reshape(-1, 16)[order].reshape(-1).view(UNSIGNED[tensor.itemsize])
-    state = shared.state[source : source + n].reshape(-1, 16)[order].reshape(-1).view(UNSIGNED[tensor.itemsize])
-    _check_source(ins, state.reshape(inside.shape)[inside].view("u1"))
+    where = np.arange(source, source + n).reshape(-1, 16)[order].reshape(*inside.shape, tensor.itemsize)
+    _check_source(ins, c, where[inside].reshape(-1))
     segment.views[tensor.itemsize][at] = data.reshape(inside.shape)[inside]
     if segment.written is not None:
         segment.written.view(UNSIGNED[tensor.itemsize])[at] = ~UNSIGNED[tensor.itemsize].type(0)
     begin_bulk_read(c, ins, source, n, lane)
 
 
-def _check_source(ins: Instr, state: np.ndarray) -> None:
+def _check_source(ins: Instr, c, addresses: np.ndarray) -> None:
+    state = c.cta.shared.state[addresses]
     if (state & LANDING).any() or not (state & WRITTEN).all():
         raise ins.fault("the store reads shared memory that was never written, or where a copy is landing")
-    if (state & UNFENCED).any():
+    if c.cta.shared.unfenced(c.group.number, addresses):
         raise ins.fault("the store reads what was written with no fence.proxy.async after it")
 
 
@@ -192,7 +193,8 @@ def range_load(ins: Instr, t: Translator):
             if (int(to[k]) | int(at[k]) | int(size[k])) % 16:
                 raise ins.fault("a bulk copy's addresses and size must be multiples of 16")
             c.cta.shared.begin_copy(ins, int(to[k]), int(size[k]))
-            words = c.machine.memory.load(ins, np.arange(int(at[k]), int(at[k]) + int(size[k]), 8), 8)
+            memory, _ = memory_of(c, "global", at)
+            words = memory.load(ins, np.arange(int(at[k]), int(at[k]) + int(size[k]), 8), 8)
             b = mbarrier_at(ins, c, int(bar[k]))
             c.machine.landings.append(Landing(c.cta, int(to[k]), words.view("u1"), b, ins))
 
@@ -210,9 +212,10 @@ def range_store(ins: Instr, t: Translator):
             n, low = int(size[k]), int(at[k])
             if (int(to[k]) | low | n) % 16:
                 raise ins.fault("a bulk copy's addresses and size must be multiples of 16")
-            _check_source(ins, c.cta.shared.state[low : low + n])
+            _check_source(ins, c, np.arange(low, low + n))
             words = c.cta.shared.data[low : low + n].view("u8")
-            c.machine.memory.store(ins, np.arange(int(to[k]), int(to[k]) + n, 8), 8, words)
+            memory, _ = memory_of(c, "global", to)
+            memory.store(ins, np.arange(int(to[k]), int(to[k]) + n, 8), 8, words)
             begin_bulk_read(c, ins, low, n, k)
 
     return run

@@ -25,10 +25,8 @@ SPLIT = -3  # lanes went different ways; the context has noted where
 SIGNED = {"H": "I2", "R": "I4", "D": "I8"}
 RAW = {"P": "P", "H": "U2", "R": "U4", "D": "U8"}
 NO_EFFECT = (
-    "fence.mbarrier_init", "fence.acq_rel", "fence.sc", "fence.acquire", "fence.release", "fence.cta",
-    "fence.proxy.tensormap", "fence.proxy.alias", "membar", "prefetch", "prefetchu", "griddepcontrol", "nanosleep",
-    "setmaxnreg", "wgmma.fence", "discard", "applypriority", "cp.async.commit_group", "cp.async.wait_group",
-    "cp.async.wait_all", "cp.async.bulk.prefetch",
+    "fence.mbarrier_init", "fence.proxy.tensormap", "fence.proxy.alias", "prefetch", "prefetchu", "griddepcontrol",
+    "nanosleep", "setmaxnreg", "wgmma.fence", "discard", "applypriority", "cp.async.bulk.prefetch",
 )  # fmt: skip
 
 

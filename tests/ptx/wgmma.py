@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .memory import UNFENCED, AsyncRead
+from .memory import GENERIC, AsyncRead
 from .ops import from_bf16
 from .program import Imm, Instr, PtxError, Reg, Vec
 from .translate import APART, Translator, effect
@@ -61,7 +61,7 @@ def read_shared(c, ins: Instr, descriptor: int, rows: int, transposed: bool, kin
     shared = c.cta.shared
     if high > shared.limit:
         raise ins.fault(f"the operand reaches byte {high} of shared memory, which ends at {shared.limit}")
-    if shared.unfenced and (shared.states[2][index] & (UNFENCED | UNFENCED << 8)).any():
+    if (shared.state[low:high] & GENERIC).any() and shared.unfenced(c.group.number, 2 * index.reshape(-1)):
         raise ins.fault("the product reads what was written with no fence.proxy.async after it")
     return OPERANDS[kind](shared.views[2][index]), shared.begin_read(ins, low, high, readers=4)
 

@@ -1,0 +1,243 @@
+"""The plan of a batch: which piece of which tile is taken after which, as int32 records that a kernel reads.
+
+A tile is up to tile_q packed rows (query row · group_size + head of the group) of one request; a piece is a tile's
+range of keys; a record is a piece for `lanes` consecutive kv heads, a ticket one of these.  The CTAs of the one
+persistent launch take tickets in order, so the next piece goes to the CTA that is idle first: the device itself is the
+min-heap of algorithm 1 in arXiv 2501.01005.  What is left to plan is where tiles are cut, and in which order the
+pieces stand (plan_pieces.py).
+
+The pieces of a cut tile leave partial states, which whoever arrives last merges in the order of `sources`.  numpy only:
+a plan is made on the host between two steps of a model, so its time counts (B = 128: below 200 µs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from attncc.runtime.plan_pieces import MOST_PIECES, Pieces, Tiles, divide, most_units, tickets
+
+ITEM, TARGET, MERGE_ROWS = 16, 8, 64
+# columns of an item
+REQUEST, HEAD, ROW0, ROWS, BEGIN, END, KEYS, OFFSET, TABLE, TARGET0, TARGETS, DELTA, Q_START, QO_LEN, KV_LEN = range(15)
+# columns of a target, beside REQUEST; its last three are a request's Q_START, QO_LEN, KV_LEN
+T_ROW0, T_ROWS, T_SOURCE0, T_SOURCES, T_Q_START = range(1, 6)
+
+# (first and last position of a tile's rows, qo_len, kv_len) -> positions [lo, hi) that any of the rows can see
+Visible = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all plans of one object have in common.  All counts; `page_size` 0 is ragged; `kv_bytes` is the size of K
+    and V of one key and kv head; `partial_rows` how many rows of partial states the workspace holds a kv head."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_vo: int
+    tile_q: int
+    tile_kv: int
+    page_size: int
+    sm_count: int
+    max_batch_size: int
+    max_qo_rows: int
+    partial_rows: int
+    batch_invariant: bool = False
+    kv_bytes: int = 512
+    max_levels: int = 4
+
+    @property
+    def group_size(self) -> int:
+        return self.num_qo_heads // self.num_kv_heads
+
+
+class Batch(NamedTuple):
+    """int64 arrays.  `kv_start`: a request's first entry in kv_indices (paged), or its first row in k, v (ragged)."""
+
+    qo_indptr: np.ndarray  # [B + 1]
+    kv_start: np.ndarray  # [B]
+    kv_len: np.ndarray  # [B] keys
+
+
+class Plan(NamedTuple):
+    """int32 arrays in C order, ready to be copied; `partial_rows` is how many the plan uses."""
+
+    header: np.ndarray  # [4]: tickets, lanes, 0, 0
+    items: np.ndarray  # [n, 16]
+    targets: np.ndarray  # [n, 8]
+    sources: np.ndarray  # [n]
+    partial_rows: int
+    row_request: np.ndarray | None = None  # [rows]; with `requests` only where some item has REQUEST -1
+    requests: np.ndarray | None = None  # [B, 4]
+
+
+def capacity(shape: Shape) -> dict[str, int]:
+    """Elements of every slice that a plan fills or a launch needs: no plan within the maxima takes more."""
+    heads, levels, batch = shape.num_kv_heads, shape.max_levels, shape.max_batch_size
+    rows = shape.max_qo_rows * shape.group_size
+    tiles = levels * (batch + rows // shape.tile_q)
+    cuts = min(_most_cuts(shape), shape.partial_rows)
+    targets = min(tiles + batch + rows // MERGE_ROWS, shape.partial_rows)  # each has a partial row of its own,
+    return {
+        "header": 4,
+        "items": heads * (tiles + cuts) * ITEM,
+        "targets": targets * TARGET,
+        "sources": shape.partial_rows,  # and so has each of its sources
+        "row_request": shape.max_qo_rows,
+        "requests": 4 * batch,
+        "part_o": shape.partial_rows * heads * shape.head_dim_vo,
+        "part_lse": shape.partial_rows * heads,
+        "counters": targets * heads,
+    }
+
+
+def ample_partial_rows(shape: Shape) -> int:
+    """Partial rows that cutting can ask for, whatever the batch (cascades aside); `shape.partial_rows` is not read."""
+    rows = shape.max_qo_rows * shape.group_size
+    if shape.batch_invariant:  # a request has at most MOST_PIECES pieces, or one a tile and then no partial rows
+        return MOST_PIECES * min(rows, shape.max_batch_size * shape.tile_q)
+    return 2 * _most_cuts(shape) * min(shape.tile_q, rows)
+
+
+def _most_cuts(shape: Shape) -> int:
+    if shape.batch_invariant:
+        return shape.max_levels * shape.max_batch_size * (MOST_PIECES - 1)
+    return most_units(shape.sm_count, shape.num_kv_heads) - 1
+
+
+def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
+    """The plan of a batch of requests.  Same lengths, same plan.
+
+    ValueError where the batch is beyond the declared maxima, or, with batch_invariant (which may not cut less), needs
+    more partial rows than there are; the message has the number needed.
+    """
+    check_maxima(shape, batch.qo_indptr)
+    tiles, base = _tiles(shape, batch, visible)
+    pieces = divide(shape, tiles)
+    cut = _cut(tiles, pieces)
+    coarser = 1
+    while cut.partial_rows > shape.partial_rows:
+        if shape.batch_invariant:
+            raise ValueError(f"partial_rows: expected at least {cut.partial_rows}, found {shape.partial_rows}")
+        coarser *= 2
+        pieces = divide(shape, tiles, coarser)
+        cut = _cut(tiles, pieces)
+    base_of = base[pieces.tile]
+    base_of[:, BEGIN] = pieces.begin
+    base_of[:, END] = pieces.end
+    targets, sources = np.empty((0, TARGET), np.int32), np.empty(0, np.int32)
+    if cut.partial_rows:
+        targets, sources = _merges(base, base_of, pieces, cut)
+    return assemble(shape, tiles, pieces, base_of, targets, sources, cut.partial_rows)
+
+
+def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:
+    if len(qo_indptr) - 1 > shape.max_batch_size:
+        raise ValueError(
+            f"qo_indptr: expected at most max_batch_size = {shape.max_batch_size} requests, found {len(qo_indptr) - 1}"
+        )
+    if qo_indptr[-1] > shape.max_qo_rows:
+        raise ValueError(
+            f"qo_indptr: expected at most max_qo_rows = {shape.max_qo_rows} query rows, found {qo_indptr[-1]}"
+        )
+
+
+def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Row groups cut into tiles: (group, first packed row, packed rows) of every tile, and the tiles of each group."""
+    group, size = shape.group_size, shape.tile_q
+    first = indptr[:-1] * group
+    packed = indptr[1:] * group - first
+    count = (packed + (size - 1)) // size
+    of = np.arange(len(count)) if (count == 1).all() else np.arange(len(count)).repeat(count)
+    if len(count) == 0 or count.max() <= 1:
+        return of, first[of], packed[of], count
+    within = (np.arange(len(of)) - (count.cumsum() - count)[of]) * size
+    return of, first[of] + within, np.minimum(packed[of] - within, size), count
+
+
+def _tiles(shape: Shape, batch: Batch, visible: Visible | None) -> tuple[Tiles, np.ndarray]:
+    """The tiles of a batch, and the part of their records that does not depend on cuts: int32 [tiles, 16]."""
+    of, row0, rows, count = cut_rows(batch.qo_indptr, shape)
+    start, kv_len = batch.qo_indptr[of], batch.kv_len[of]
+    qo_len = batch.qo_indptr[1:][of] - start
+    if visible is None:
+        begin, end = np.zeros(len(of), np.int64), kv_len
+    else:
+        shift = kv_len - qo_len - start
+        i0, i1 = row0 // shape.group_size + shift, (row0 + rows - 1) // shape.group_size + shift
+        begin, end = outward(visible(i0, i1, qo_len, kv_len), 0, kv_len, shape.tile_kv)
+    base = np.zeros((len(of), ITEM), np.int32)
+    for column, value in (
+        (REQUEST, of), (ROW0, row0), (ROWS, rows), (KEYS, kv_len), (TABLE, batch.kv_start[of]),
+        (Q_START, start), (QO_LEN, qo_len), (KV_LEN, kv_len),
+    ):  # fmt: skip
+        base[:, column] = value
+    return Tiles(rows, begin, end, count[of], kv_len, of), base
+
+
+def outward(visible, offset, keys: np.ndarray, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
+    """Visible positions [lo, hi) as local keys [begin, end) in whole blocks; 0, 0 where there are none."""
+    lo = np.clip(visible[0] - offset, 0, keys)
+    hi = np.clip(visible[1] - offset, 0, keys)
+    some = lo < hi
+    begin = np.where(some, lo // tile_kv * tile_kv, 0)
+    return begin, np.where(some, np.minimum(-(-hi // tile_kv) * tile_kv, keys), 0)
+
+
+class _Cut(NamedTuple):
+    member: np.ndarray  # pieces of cut tiles
+    tile: np.ndarray  # the cut tiles,
+    first: np.ndarray  # the place in `member` of the first piece of each,
+    pieces: np.ndarray  # and how many each has
+    partial_rows: int
+
+
+def _cut(tiles: Tiles, pieces: Pieces) -> _Cut:
+    of = pieces.tile
+    if len(of) == len(tiles.rows):
+        return _Cut(of[:0], of[:0], of[:0], of[:0], 0)
+    same = of[1:] == of[:-1]
+    member = np.zeros(len(of), bool)
+    member[1:] = same
+    member[:-1] |= same
+    member = np.flatnonzero(member)
+    tile, first, count = np.unique(of[member], return_index=True, return_counts=True)
+    return _Cut(member, tile, first, count, int((tiles.rows[tile] * count).sum()))
+
+
+def _merges(base: np.ndarray, base_of: np.ndarray, pieces: Pieces, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
+    """Targets and sources of the cut tiles; fills in TARGET0, TARGETS and DELTA of their pieces."""
+    rows = base_of[cut.member, ROWS].astype(np.int64)
+    delta = rows.cumsum() - rows - base_of[cut.member, ROW0]
+    base_of[cut.member, DELTA] = delta
+    parts = (base[cut.tile, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
+    target0 = parts.cumsum() - parts
+    base_of[cut.member, TARGET0] = target0.repeat(cut.pieces)
+    base_of[cut.member, TARGETS] = parts.repeat(cut.pieces)
+    of = np.arange(len(parts)).repeat(parts)
+    within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
+    tile = base[cut.tile[of]]
+    targets = np.empty((len(of), TARGET), np.int32)
+    targets[:, REQUEST] = tile[:, REQUEST]
+    targets[:, T_ROW0] = tile[:, ROW0] + within
+    targets[:, T_ROWS] = np.minimum(tile[:, ROWS] - within, MERGE_ROWS)
+    targets[:, T_SOURCE0] = cut.first[of]
+    targets[:, T_SOURCES] = cut.pieces[of]
+    targets[:, T_Q_START:] = tile[:, Q_START : KV_LEN + 1]
+    return targets, delta.astype(np.int32)
+
+
+def assemble(
+    shape: Shape, tiles: Tiles, pieces: Pieces, records: np.ndarray, targets: np.ndarray, sources: np.ndarray,
+    partial_rows: int, row_request: np.ndarray | None = None, requests: np.ndarray | None = None,
+) -> Plan:  # fmt: skip
+    """The plan whose pieces have `records`, put in order and repeated for every section of heads."""
+    order, head, lanes = tickets(shape, tiles, pieces)
+    items = records[order]
+    if head is not None:
+        items[:, HEAD] = head
+    header = np.array([len(items) * lanes, lanes, 0, 0], np.int32)
+    return Plan(header, items, targets, sources, partial_rows, row_request, requests)

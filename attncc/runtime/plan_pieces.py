@@ -1,0 +1,206 @@
+"""Where tiles are cut along their keys, and the order in which their pieces are taken.
+
+Tiles that are small against an equal share of the work are never cut ("whole"): dealt longest first, they come out
+even by themselves.  The others, above all requests that fit one tile (decode, verify: bound by memory), are laid end to
+end and cut into stretches of equal cost, so that few are cut and all stretches end together; pieces stand in the order
+in which the stretches reach them, which is the order in which CTAs that take tickets become idle.  Equal stretches take
+the place of the chunk limit and heap of algorithm 1 in arXiv 2501.01005; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from attncc.runtime.plan import Shape
+
+STARTUP = 1  # cost of starting a piece (q, the first loads, the result), in blocks of keys
+WHOLE = 4  # a tile of a longer request is whole where this many cost no more than an equal share of all work
+EDGE = 2  # a cut this many blocks or fewer from an end of a tile moves to the end
+STRETCH = 3  # least cost of a stretch
+EVEN = 0.96  # share of CTAs that the last round of stretches should occupy
+ROUNDS = 8
+L2_BYTES = 16 << 20  # K and V that CTAs working at the same time may share: a third of the cache
+MOST_PIECES, LEAST_KEYS = 16, 2048  # batch_invariant: pieces of a request, at most; keys of a piece, at least
+
+
+class Tiles(NamedTuple):
+    """int64 arrays, one element a tile; tiles of a request are neighbours."""
+
+    rows: np.ndarray  # packed rows
+    begin: np.ndarray  # keys [begin, end) that it reads: begin in whole blocks
+    end: np.ndarray
+    siblings: np.ndarray  # tiles of its request
+    keys: np.ndarray  # of its request, visible or not
+    request: np.ndarray
+
+
+class Pieces(NamedTuple):
+    """One element a piece, in the order of tiles and keys."""
+
+    tile: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    start: np.ndarray  # when it is due, as a share of the whole run; of whole tiles' pieces undefined
+    whole: np.ndarray | None  # bool; None: no piece is
+
+
+def cost(begin: np.ndarray, end: np.ndarray, tile_kv: int) -> np.ndarray:
+    """Cost of pieces, in blocks: a block takes what its K and V take to arrive, or its products on 128 rows to be
+    made, and on a H200 these take about the same; fewer rows make it no cheaper."""
+    return (end - begin + (tile_kv - 1 + STARTUP * tile_kv)) // tile_kv
+
+
+@lru_cache
+def even_units(sm_count: int, num_kv_heads: int) -> int:
+    """Stretches that, times the kv heads, deal evenly over the CTAs in the fewest rounds."""
+    best, chosen = 0.0, 1
+    for rounds in range(1, ROUNDS + 1):
+        units = max(1, sm_count * rounds // num_kv_heads)
+        tickets = units * num_kv_heads
+        even = tickets / (sm_count * -(-tickets // sm_count))
+        if even > best + 1e-9:
+            best, chosen = even, units
+        if best >= EVEN:
+            break
+    return chosen
+
+
+def most_units(sm_count: int, num_kv_heads: int) -> int:
+    """Stretches of any plan, at most."""
+    return even_units(sm_count, num_kv_heads)
+
+
+def divide(shape: Shape, tiles: Tiles, coarser: int = 1) -> Pieces:
+    """The pieces of the tiles; with `coarser` n, of n times fewer stretches."""
+    costs = cost(tiles.begin, tiles.end, shape.tile_kv)
+    if shape.batch_invariant:
+        return _divide_alone(shape, tiles)
+    share = float(costs.sum()) * shape.num_kv_heads / shape.sm_count
+    whole = (tiles.siblings > 1) & (costs * WHOLE <= share)
+    units = even_units(shape.sm_count, shape.num_kv_heads)
+    if not whole.any():
+        units = min(units, int(costs.sum()) // STRETCH) // coarser
+        return _stretches(shape, tiles, costs, None, max(1, units))
+    loose = np.flatnonzero(~whole)
+    work = int(costs[loose].sum())
+    units = min(units, work // STRETCH, int(np.ceil(WHOLE * work / share))) // coarser  # finer than this evens nothing
+    return _stretches(shape, tiles, costs, loose, max(1, units))
+
+
+def _stretches(shape: Shape, tiles: Tiles, costs: np.ndarray, loose: np.ndarray | None, units: int) -> Pieces:
+    """The `loose` tiles (None: all) cut into `units` stretches of equal cost, the others whole."""
+    line = costs if loose is None else costs[loose]
+    last = line.cumsum()
+    cuts = _cuts(line, last, units)
+    length = last[-1] / units if len(last) else 1.0
+    before = last - line + STARTUP  # where on the line a tile's first block lies
+    whole = None
+    if loose is not None:
+        spread = np.zeros(len(costs), np.int64)
+        spread[loose] = before
+        before = spread
+        reach = np.append(loose, len(costs))  # a cut may be the end of the line
+        cuts = (reach[cuts >> 32] << 32) + (cuts & 0xFFFFFFFF)
+    key = np.arange(len(costs)) << 32  # pieces, as tile << 32 | first block
+    inside = cuts[(cuts & 0xFFFFFFFF) > 0]
+    if len(inside):
+        key = np.concatenate((key, inside))
+        key.sort()
+    tile, block = key >> 32, key & 0xFFFFFFFF
+    begin, end = tiles.begin[tile] + block * shape.tile_kv, tiles.end[tile]
+    if len(inside):
+        cut = np.flatnonzero(block)
+        end[cut - 1] = begin[cut]
+    at, unit = before[tile] + block, cuts.searchsorted(key, side="right")
+    if loose is None:
+        start = at - at[unit.searchsorted(unit)]
+    else:
+        whole = np.ones(len(costs), bool)
+        whole[loose] = False
+        whole = whole[tile]
+        mine = np.flatnonzero(~whole)
+        start, at, unit = np.zeros(len(key), np.int64), at[mine], unit[mine]
+        start[mine] = at - at[unit.searchsorted(unit)]
+    return Pieces(tile, begin, end, start / length, whole)
+
+
+def _cuts(costs: np.ndarray, last: np.ndarray, units: int) -> np.ndarray:
+    """Cuts that leave stretches of equal cost, as tile << 32 | block of the tile, ascending and distinct."""
+    if units <= 1:
+        return np.empty(0, np.int64)
+    want = np.arange(1, units) * (last[-1] / units)
+    tile = last.searchsorted(want, side="right")
+    blocks = costs[tile] - STARTUP
+    at = (want - last[tile] + blocks + 0.5).astype(np.int64)
+    over = at > blocks - EDGE
+    at[over | (at < EDGE)] = 0
+    cuts = ((tile + over) << 32) + at
+    same = cuts[1:] == cuts[:-1]
+    return np.unique(cuts) if same.any() else cuts
+
+
+def _divide_alone(shape: Shape, tiles: Tiles) -> Pieces:
+    """Every tile cut by its own length and its request's number of tiles: a request is cut alike in any batch."""
+    size = tiles.end - tiles.begin
+    chunk = -(-size // np.maximum(1, MOST_PIECES // np.maximum(1, tiles.siblings)))
+    chunk = np.maximum(-(-chunk // shape.tile_kv) * shape.tile_kv, LEAST_KEYS // shape.tile_kv * shape.tile_kv)
+    count = np.maximum(1, -(-size // chunk))
+    tile = np.arange(len(size)).repeat(count)
+    within = np.arange(len(tile)) - (count.cumsum() - count)[tile]
+    begin = tiles.begin[tile] + within * chunk[tile]
+    end = np.minimum(begin + chunk[tile], tiles.end[tile])
+    whole = tiles.siblings[tile] > 1
+    costs = np.where(whole, 0, cost(begin, end, shape.tile_kv))
+    order = np.argsort(-costs, kind="stable")  # longest first
+    done = costs[order].cumsum()
+    start = np.empty(len(tile))
+    start[order] = (done - costs[order]) / max(1, done[-1] if len(done) else 1)
+    return Pieces(tile, begin, end, start, whole if whole.any() else None)
+
+
+def tickets(shape: Shape, tiles: Tiles, pieces: Pieces) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """(piece of every record in the order of tickets, first kv head of each or None for 0, kv heads a record).
+
+    Whole tiles go request by request and, within one, section by section of kv heads, so that CTAs find in L2 what
+    others read.  A causal mask makes the last tiles the longest: these go first, the shortest of all last.  Pieces of
+    the others lie among them, spread over the whole run: they wait for memory while the whole ones compute.
+    """
+    heads = shape.num_kv_heads
+    if pieces.whole is None:
+        return np.argsort(pieces.start, kind="stable"), None, heads
+    whole = np.flatnonzero(pieces.whole)
+    lanes = _lanes(shape, int(tiles.keys[pieces.tile[whole]].max()))
+    sections = heads // lanes
+    costs = cost(pieces.begin[whole], pieces.end[whole], shape.tile_kv)
+    place = np.tile(_rank(tiles.request[pieces.tile[whole]], costs) * sections, sections)
+    section = np.arange(sections).repeat(len(whole))
+    far = int(costs.max()) + 1
+    order = np.argsort((place + section) * far - np.tile(costs, sections), kind="stable")
+    piece, section = np.tile(whole, sections)[order], section[order]
+    if len(whole) < len(pieces.tile):
+        done = np.tile(costs, sections)[order].cumsum()
+        loose = np.flatnonzero(~pieces.whole)
+        start = np.concatenate((done / done[-1], pieces.start[loose].repeat(sections)))
+        order = np.argsort(start, kind="stable")
+        piece = np.concatenate((piece, loose.repeat(sections)))[order]
+        section = np.concatenate((section, np.tile(np.arange(sections), len(loose))))[order]
+    return piece, section * lanes, lanes
+
+
+def _rank(request: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """The place of each piece's request among all, those with the longest piece first.  `request` is ascending."""
+    first = np.flatnonzero(np.append(True, request[1:] != request[:-1]))
+    order = np.argsort(-np.maximum.reduceat(costs, first), kind="stable")
+    rank = np.empty(len(first), np.int64)
+    rank[order] = np.arange(len(first))
+    return rank.repeat(np.diff(np.append(first, len(request))))
+
+
+def _lanes(shape: Shape, keys: int) -> int:
+    """The most kv heads, dividing all evenly, whose K and V of so many keys CTAs can share in L2."""
+    fit = max(1, L2_BYTES // max(1, keys * shape.kv_bytes))
+    return max(n for n in range(1, shape.num_kv_heads + 1) if shape.num_kv_heads % n == 0 and n <= fit)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -23,13 +24,26 @@ import cutlass.cute as cute  # noqa: E402
 from cutlass import BFloat16, Float16, Float32, Int32, Int64  # noqa: E402
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor, make_ptr  # noqa: E402
 
-from .device import forward  # noqa: E402
+from .device import forward, serve  # noqa: E402
 
-FIXED_PARAMS = (
+FORWARD_PARAMS = (
     ("map_q", "tensormap"), ("map_k", "tensormap"), ("map_v", "tensormap"), ("map_o", "tensormap"),
     ("lse", "ptr"), ("tickets", "ptr"),
     *((n, "i32") for n in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size")),
     *((n, "i32") for n in ("num_tiles_q", "num_heads_batch", "section_heads", "late_tiles")),
+)  # fmt: skip
+CACHE_PARAMS = {  # of served kernels: as boxes, as rows
+    True: (("map_k", "tensormap"), ("map_v", "tensormap")),
+    False: tuple((name, kind) for x in "kv" for name, kind in (
+        (x, "ptr"), (f"{x}_page_stride", "i32"), (f"{x}_row_stride", "i32"), (f"{x}_head_stride", "i32"))),
+}  # fmt: skip
+SERVE_POINTERS = (
+    "q", "out", "lse", "header", "tickets", "items", "targets", "sources", "row_request", "requests", "kv_indices",
+    "part_o", "part_lse", "counters",
+)  # fmt: skip
+SERVE_SIZES = (
+    "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads", "group_size",
+    "page_size",
 )  # fmt: skip
 SAMPLE = {"i32": lambda: Int32(1), "f32": lambda: Float32(1.0), "ptr": lambda: Int64(0)}
 
@@ -43,11 +57,13 @@ class SpillError(BuildError):
 
 
 def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
-    """Compile one forward kernel; where a heavy functor spills, again with fewer keys a block.
+    """Compile one kernel; where a heavy functor spills, again with fewer keys a block.
 
     Returns {"files": {name: bytes}, "kernel": the manifest's entry}.  `work_dir` must exist; intermediate files stay
     there.  Raises BuildError where the result breaks one of the gates of `check`.
     """
+    shared = {"columns_by_row": emitted.columns_by_row, "ranges_by_row": emitted.ranges_by_row}
+    config = replace(config, **shared) if config.served else config
     while True:
         try:
             return build_once(emitted, config, work_dir)
@@ -63,31 +79,49 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         raise BuildError(f"nvidia-cutlass-dsl {DSL_VERSION} is needed, {cutlass.__version__} is installed")
     began = time.perf_counter()
     fn = import_functors(emitted.text, Path(work_dir))
-    compiled = compile_forward(fn, emitted, config, Path(work_dir))
+    compiled = (compile_serve if config.served else compile_forward)(fn, emitted, config, Path(work_dir))
     cubin, ptx = compiled.__cubin__, compiled.__ptx__
-    names = (*FIXED_PARAMS, *emitted.params)
+    names = (*fixed_params(config), *emitted.params)
     entry, kinds, target = ptx_parameters(ptx)
     facts = read_cubin(cubin, entry)
     sass = count_instructions(cubin, entry)
     spilled = facts.frame_bytes + 4 * (sass["LDL"] + sass["STL"])
     check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass)
-    row = lambda rows, tile: {"box": [panel(tile), rows, 1, 1], "swizzle": 3 if panel(tile) == 64 else 2}  # noqa: E731
     params = [{"name": n, "kind": k, "offset": o, "size": s}
               for (n, k), (o, s) in zip(names, facts.params, strict=True)]  # fmt: skip
     kernel = {
-        "cubin": "forward.cubin", "sha256": hashlib.sha256(cubin).hexdigest(), "entry": entry,
+        "cubin": f"{config.name}.cubin", "sha256": hashlib.sha256(cubin).hexdigest(), "entry": entry,
         "params": params,
         "block": [config.threads, 1, 1], "smem": dynamic_smem(str(compiled.ir_module)),
         "registers": facts.registers, "spill_bytes": spilled, "r2ur": sass["R2UR"],
         "tile_q": config.tile_q, "tile_kv": config.tile_kv,
         "stages": [config.q_stages, config.k_stages, config.v_stages],
-        "causal_like": config.dynamic, "config": config.to_json(),
-        "tma": {"map_q": row(64, config.tile_qk), "map_k": row(config.tile_kv, config.tile_qk),
-                "map_v": row(config.tile_kv, config.tile_vo), "map_o": row(64, config.tile_vo)},
+        "causal_like": config.dynamic, "config": config.to_json(), "tma": boxes(config),
         "build_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
-    return {"files": {"forward.cubin": cubin, "forward.ptx": ptx.encode(), "functors.py": emitted.text.encode()},
-            "kernel": kernel}  # fmt: skip
+    if config.served:
+        kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk}
+    files = {f"{config.name}.cubin": cubin, f"{config.name}.ptx": ptx.encode(), "functors.py": emitted.text.encode()}
+    return {"files": files, "kernel": kernel}
+
+
+def fixed_params(config: KernelConfig) -> tuple[tuple[str, str], ...]:
+    """(name, kind) of the parameters that every kernel of this kind has, in order."""
+    if not config.served:
+        return FORWARD_PARAMS
+    rest = (*((n, "ptr") for n in SERVE_POINTERS), *((n, "i32") for n in SERVE_SIZES))
+    return (*CACHE_PARAMS[config.chunk > 0], *rest)
+
+
+def boxes(config: KernelConfig) -> dict[str, dict]:
+    """Box and swizzle of every tensor map."""
+    row = lambda rows, tile: {"box": [panel(tile), rows, 1, 1], "swizzle": 3 if panel(tile) == 64 else 2}  # noqa: E731
+    if not config.served:
+        return {"map_q": row(64, config.tile_qk), "map_k": row(config.tile_kv, config.tile_qk),
+                "map_v": row(config.tile_kv, config.tile_vo), "map_o": row(64, config.tile_vo)}  # fmt: skip
+    if not config.chunk:
+        return {}
+    return {"map_k": row(config.chunk, config.tile_qk), "map_v": row(config.chunk, config.tile_vo)}
 
 
 def import_functors(text: str, work_dir: Path) -> ModuleType:
@@ -103,28 +137,56 @@ def import_functors(text: str, work_dir: Path) -> ModuleType:
     return module
 
 
-def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_dir: Path):
-    dt = {"bf16": BFloat16, "f16": Float16}[config.dtype]
+def fake_rows(config: KernelConfig, d: int, transposed: bool = False):
+    """A tensor (row, d, head, batch), or (d, row, head, batch), of any extents and strides."""
     extent, stride = cute.sym_int, lambda: cute.sym_int64(divisibility=8)
+    shape, strides = (extent(), d, extent(), extent()), (stride(), 1, stride(), stride())
+    if transposed:
+        shape, strides = (d, shape[0], *shape[2:]), (1, strides[0], *strides[2:])
+    dtype = {"bf16": BFloat16, "f16": Float16}[config.dtype]
+    return make_fake_tensor(dtype, shape, stride=strides, assumed_align=16)
 
-    def rows(d):
-        return make_fake_tensor(dt, (extent(), d, extent(), extent()), stride=(stride(), 1, stride(), stride()),
-                                assumed_align=16)  # fmt: skip
 
-    def columns(d):
-        return make_fake_tensor(dt, (d, extent(), extent(), extent()), stride=(1, stride(), stride(), stride()),
-                                assumed_align=16)  # fmt: skip
+def pointer(kind, align: int = 4):
+    return make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=align)
 
-    def pointer(kind):
-        return make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=4)
 
-    forward.kernel.set_name_prefix(f"attncc_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-    forward.host.set_name_prefix(f"host_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-    values = tuple(SAMPLE[kind]() for _, kind in (*FIXED_PARAMS[6:], *emitted.params))
-    return cute.compile(
-        forward.host, rows(config.tile_qk), rows(config.tile_qk), columns(config.tile_vo), rows(config.tile_vo),
-        pointer(Float32), pointer(Int32), values, Int32(1), make_fake_stream(), config, fn,
-        options=f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {work_dir}",
+def compile_with(kernel, host, emitted: Emitted, work_dir: Path, *arguments):
+    kernel.set_name_prefix(f"attncc_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    host.set_name_prefix(f"host_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    options = f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {work_dir}"
+    return cute.compile(host, *arguments, options=options)
+
+
+def samples(params) -> tuple:
+    return tuple(SAMPLE[kind]() for _, kind in params)
+
+
+def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_dir: Path):
+    rows = lambda d: fake_rows(config, d)  # noqa: E731
+    return compile_with(
+        forward.kernel, forward.host, emitted, work_dir,
+        rows(config.tile_qk), rows(config.tile_qk), fake_rows(config, config.tile_vo, True), rows(config.tile_vo),
+        pointer(Float32), pointer(Int32), samples((*FORWARD_PARAMS[6:], *emitted.params)), Int32(1),
+        make_fake_stream(), config, fn,
+    )  # fmt: skip
+
+
+def compile_serve(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_dir: Path):
+    dtype = {"bf16": BFloat16, "f16": Float16}[config.dtype]
+    kinds = {name: Int32 for name in SERVE_POINTERS} | {"q": dtype, "out": dtype, "lse": Float32, "part_o": Float32,
+                                                        "part_lse": Float32}  # fmt: skip
+    pointers = [pointer(kinds[n], 16 if n in ("q", "out") else 4) for n in SERVE_POINTERS]
+    values = samples((*((n, "i32") for n in SERVE_SIZES), *emitted.params))
+    if config.chunk:
+        host = serve.host_boxes
+        k, v = fake_rows(config, config.tile_qk), fake_rows(config, config.tile_vo, True)
+    else:
+        host = serve.host_rows
+        k = v = samples(CACHE_PARAMS[False][:4])
+    return compile_with(
+        serve.kernel, host, emitted, work_dir,
+        k, v, *pointers[:3], tuple(pointers[3:]), values, Int32(1), make_fake_stream(), config, fn,
     )  # fmt: skip
 
 
@@ -137,7 +199,8 @@ def check(name, config, expected, kinds, target, facts, sass) -> None:
         wrong.append(f"kernel parameters are {kinds}, the manifest would say {expected}")
     if facts.block != (config.threads, 1, 1):
         wrong.append(f"block is {facts.block}, not {config.threads} threads")
-    wrong += [f"no {op} instruction" for op in ("HGMMA", "UTMALDG") if not sass[op]]
+    copies = "UTMALDG" if boxes(config) else "LDGSTS"
+    wrong += [f"no {op} instruction" for op in ("HGMMA", copies) if not sass[op]]
     if wrong:
         raise BuildError(f"{name}: " + "; ".join(wrong))
     if facts.frame_bytes or sass["LDL"] or sass["STL"]:

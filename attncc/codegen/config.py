@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from attncc.ir.decompose import Logits, decompose, sign
 from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, make, walk
@@ -13,6 +14,8 @@ from attncc.ir.rewrite import simplify_expr
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
 NARROWER = (96, 64, 32)  # keys a block, for functors that spill
+SWIZZLE_ROWS = 8  # a swizzled tile repeats after so many rows: TMA may fill it in multiples of them
+PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,29 @@ class KernelConfig:
     unit_positive: bool
     epilogue: bool
     epilogue_sums: int
+    # where keys and queries lie
+    layout: str = "dense"
+    page_unit: int = 0  # paged: the page size is a multiple of it
+    # what a packed tile's rows do not share (Emitted says)
+    columns_by_row: bool = False
+    ranges_by_row: bool = False
+
+    @property
+    def served(self) -> bool:
+        return self.layout != "dense"
+
+    @property
+    def name(self) -> str:
+        """Of the kernel, in manifests and file names."""
+        return "serve" if self.served else "forward"
+
+    @property
+    def chunk(self) -> int:
+        """Served kernels: rows of a TMA box, which lie in one page; 0: rows are gathered one by one."""
+        if self.layout == "ragged":
+            return self.tile_kv
+        rows = gcd(self.page_unit, self.tile_kv)
+        return rows if rows % SWIZZLE_ROWS == 0 else 0
 
     @property
     def tile_q(self) -> int:
@@ -67,7 +93,9 @@ class KernelConfig:
 
     @property
     def registers(self) -> tuple[int, int]:
-        # choosing blocks one by one takes the producers more than 24
+        # choosing blocks one by one, and looking pages up, takes the producers more than 24
+        if self.served:
+            return (64, 224)
         return (24, 240) if self.counted else (56, 224)
 
     def narrower(self) -> KernelConfig | None:
@@ -135,7 +163,16 @@ def line_of(logits: Logits) -> tuple[Expr, Expr] | None:
     return None
 
 
-def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) -> KernelConfig:
+def page_unit(page_size: int) -> int:
+    """What a kernel must know of a page size: kernels of equal units are the same."""
+    unit = gcd(page_size, PAGE_UNITS)
+    return unit if unit % SWIZZLE_ROWS == 0 else 1
+
+
+def choose(
+    variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str, layout: str = "dense",
+    page_size: int | None = None,
+) -> KernelConfig:  # fmt: skip
     """The kernel for a specialised, simplified variant."""
     ranges, logits = analysed(variant)
     tile_kv, k_stages, v_stages, q_stages = shape_of(tile_of(head_dim_qk), tile_of(head_dim_vo))
@@ -146,13 +183,15 @@ def choose(variant: Variant, *, head_dim_qk: int, head_dim_vo: int, dtype: str) 
     return KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
-        turns=True, dynamic=mask, early_item=counted and not masks_below and score == "dot",
+        turns=layout == "dense", dynamic=mask,
+        early_item=layout == "dense" and counted and not masks_below and score == "dot",
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
         mask=mask, counted=counted, row_bounds=ranges.contiguous, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
+        layout=layout, page_unit=page_unit(page_size) if page_size else 0,
     )  # fmt: skip
 
 

@@ -90,7 +90,15 @@ def disassemble(cubin: bytes) -> str:
 
 
 # The nine low bits of a Hopper instruction name its operation, whatever its operand forms.
-OPCODES = {"HGMMA": 0x1F0, "UTMALDG": 0x1B4, "UTMASTG": 0x1B5, "LDL": 0x183, "STL": 0x187, "R2UR": 0x0CA}
+OPCODES = {
+    "HGMMA": 0x1F0,
+    "UTMALDG": 0x1B4,
+    "UTMASTG": 0x1B5,
+    "LDGSTS": 0x1AE,
+    "LDL": 0x183,
+    "STL": 0x187,
+    "R2UR": 0x0CA,
+}
 
 
 def count_instructions(cubin: bytes, entry: str) -> dict[str, int]:

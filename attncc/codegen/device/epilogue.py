@@ -1,4 +1,4 @@
-"""A finished tile: normalise, log-sum-exp, the variant's epilogue, and out through shared memory by TMA."""
+"""A finished tile: normalise, log-sum-exp, the variant's epilogue, and out through shared memory."""
 
 import math
 
@@ -8,6 +8,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warp
 
 from .functors import NEG_INF, feature_of, shift_of, sink_of
+from .gather import place
 from .layout import coords, element, mma_values, quad, row_elems
 from .softmax import chains
 
@@ -19,24 +20,35 @@ def plus(a, b):
     return a + b
 
 
+def totals(p, fn, state, tile):
+    """(base, sum) of each row: its weights sum to sum * 2^base."""
+    scale = [row.unit if p.unit_positive else Float32(1.0) for row in tile.rows]
+    base = [state.top[i] * scale[i] + shift_of(fn, tile, i) for i in range(2)]
+    return tuple(base), tuple(quad(plus, state.total[i]) for i in range(2))
+
+
+def close_row(p, fn, tile, i: int, base, total, sink: bool):
+    """(factor of O, log2 of the row's sum or -inf), with the sink's share where `sink`."""
+    new, factor, whole = base, Float32(1.0), total
+    if sink:
+        k = sink_of(fn, tile, i)
+        new = cute.arch.fmax(base, k)
+        factor = cute.math.exp2(base - new, fastmath=True)
+        whole = total * factor + cute.math.exp2(k - new, fastmath=True)
+    # a base of -inf: so are all logits of the row, which weigh nothing
+    empty = (total == 0.0) | (base == NEG_INF)
+    inv = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
+    return inv, cutlass.select_(whole == 0.0, -Float32.inf, new + cute.math.log2(whole, fastmath=True))
+
+
 @cute.jit
-def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, state, tile, lse):
+def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile, lse):
     """O becomes the attention output; lse the natural log-sum-exp of each row (-inf: it saw no key)."""
     for i in cutlass.range_constexpr(2):
-        s = quad(plus, state.total[i])
-        base = state.top[i] * (tile.unit if p.unit_positive else Float32(1.0)) + shift_of(fn, tile, i)
-        new, factor, whole = base, Float32(1.0), s
-        if const_expr(p.sink):
-            k = sink_of(fn, tile, i)
-            new = cute.arch.fmax(base, k)
-            factor = cute.math.exp2(base - new, fastmath=True)
-            whole = s * factor + cute.math.exp2(k - new, fastmath=True)
-        # a base of -inf: so are all logits of the row, which weigh nothing
-        empty = (s == 0.0) | (base == NEG_INF)
-        inv = cutlass.select_(empty, Float32(0.0), cute.arch.rcp_approx(whole) * factor)
+        inv, log2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
         for e in row_elems(i, p.tile_vo):
             O[e] = O[e] * inv
-        lse[i] = cutlass.select_(whole == 0.0, -Float32.inf, LN2 * (new + cute.math.log2(whole, fastmath=True)))
+        lse[i] = LN2 * log2
 
 
 @cute.jit
@@ -66,32 +78,87 @@ def store_lse(lse: cute.Pointer, values, env, row0: Int32, c_in: Int32):
                 cute.make_tensor(lse + at, cute.make_layout(1))[0] = values[i]
 
 
+class Staging:
+    """The way of a warpgroup's accumulator to its part of the store buffer, as many features at a time as that holds."""
+
+    def __init__(self, p, sO, acc_o, t):
+        self.cols = p.stage_vo
+        piece = mma_values(p, self.cols)
+        lanes = piece.get_slice(t)
+        layout = lanes.make_fragment_C(lanes.partition_shape_C((64, self.cols))).layout
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element(p))
+        self.put = cute.make_tiled_copy_C(atom, piece).get_slice(t)
+        out = cute.make_rmem_tensor(layout, element(p))
+        self.src, self.dst = self.put.retile(out), self.put.partition_D(sO)
+        self.slim = cute.make_tensor(out.iterator, cute.make_layout((8, self.cols // 16)))
+        self.acc = acc_o
+
+
+def fill_stage(p, st: Staging, r: int, w) -> None:
+    """Features of round r, by stmatrix."""
+    wide = cute.make_tensor(st.acc.iterator + r * (st.cols // 2), cute.make_layout((8, st.cols // 16)))
+    for k in range(st.cols // 16):
+        st.slim[None, k].store(wide[None, k].load().to(element(p)))
+        cute.copy(st.put, st.src[(None, k), None, None], st.dst[(None, k), None, None, w])
+
+
 @cute.jit
 def store_tile(p: cutlass.Constexpr, atom_o, sO, acc_o, t: Int32, w: Int32, m: Int32, env):
-    """As many features at a time as the buffer holds: registers to shared memory by stmatrix, on by TMA."""
-    cols = p.stage_vo
-    piece = mma_values(p, cols)
-    lanes = piece.get_slice(t)
-    layout = lanes.make_fragment_C(lanes.partition_shape_C((64, cols))).layout
-    put = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element(p)), piece).get_slice(t)
-    out = cute.make_rmem_tensor(layout, element(p))
-    src, dst = put.retile(out), put.partition_D(sO)
-    slim = cute.make_tensor(out.iterator, cute.make_layout((8, cols // 16)))
-    gO = cute.local_tile(coords(p.tile_vo)[None, None, env.h, env.b], (64, cols), (None, None))
+    """Registers to shared memory, on by TMA."""
+    st = Staging(p, sO, acc_o, t)
+    gO = cute.local_tile(coords(p.tile_vo)[None, None, env.h, env.b], (64, p.stage_vo), (None, None))
     sOp, gOp = cpasync.tma_partition(
         atom_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
     )
-    for r in cutlass.range_constexpr(p.tile_vo // cols):
-        wide = cute.make_tensor(acc_o.iterator + r * (cols // 2), cute.make_layout((8, cols // 16)))
+    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
         # the previous store of this warpgroup must have left the buffer
         if t < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
-        for k in cutlass.range_constexpr(cols // 16):
-            slim[None, k].store(wide[None, k].load().to(element(p)))
-            cute.copy(put, src[(None, k), None, None], dst[(None, k), None, None, w])
+        fill_stage(p, st, r, w)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
         if t < 32:
             cute.copy(atom_o, sOp[None, w], gOp[None, m * p.warpgroups + w, r])
             cute.arch.cp_async_bulk_commit_group()
+
+
+@cute.jit
+def store_rows(p: cutlass.Constexpr, sO, acc_o, t: Int32, w: Int32, row0: Int32, rows: Int32, g: Int32, out, sizes):
+    """Packed rows row0 … row0 + rows - 1 (64 at most) of kv head g, wherever they lie: through shared memory, 16 bytes a
+    lane, neighbouring lanes along a row."""
+    st = Staging(p, sO, acc_o, t)
+    chunks = p.stage_vo // 8
+    base = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
+    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+        cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
+        fill_stage(p, st, r, w)
+        cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
+        for k in cutlass.range((rows * chunks + 127) // 128, unroll=1):
+            at = k * 128 + t
+            row, chunk = at // chunks, at % chunks
+            if (row < rows) & (r * p.stage_vo + chunk * 8 < p.head_dim_vo):
+                packed = row0 + row
+                q = packed // sizes.group_size
+                h = g * sizes.group_size + (packed - q * sizes.group_size)
+                here = cutlass.Int64(q) * sizes.out_row + h * sizes.out_head + (r * p.stage_vo + chunk * 8)
+                words = cute.arch.inline_ptx(
+                    "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Int32] * 4,
+                    read_only_args=[base + place(row, chunk, 64, p.stage_vo)],
+                )
+                cute.arch.inline_ptx(
+                    "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[out.toint() + here * 2, *words],
+                )
+
+
+@cute.jit
+def store_packed_lse(lse: cute.Pointer, values, tile, row: Int32, rows: Int32, c_in: Int32):
+    """[nnz_qo, num_qo_heads], natural log, where the caller wants it."""
+    if lse.toint() != 0:
+        for i in cutlass.range_constexpr(2):
+            if (c_in == 0) & (row + 8 * i < rows):
+                here = tile.rows[i]
+                at = cutlass.Int64(here.env.q_start + here.iq) * here.env.num_qo_heads + here.env.h
+                cute.make_tensor(lse + at, cute.make_layout(1))[0] = values[i]

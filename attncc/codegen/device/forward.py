@@ -19,7 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .epilogue import finish_rows, normalise, store_lse, store_tile
+from .epilogue import finish_rows, normalise, store_lse, store_tile, totals
 from .functors import Env, Grid, open_tile
 from .kv_source import stream
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, rows_layout
@@ -200,7 +200,8 @@ def consume(
         vs, vph = advance(p.v_stages, vs, vph)
         row_lse.fill(0.0)
         if const_expr(p.scan == "softmax"):
-            normalise(p, fn, O, state, tile, row_lse)
+            base, total = totals(p, fn, state, tile)
+            normalise(p, fn, O, base, total, tile, row_lse)
             store_lse(lse, row_lse, env, row0, c_in)
         if const_expr(p.epilogue):
             finish_rows(p, fn, O, tile, row_lse, c_in)

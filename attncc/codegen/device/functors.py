@@ -40,6 +40,12 @@ class Env(NamedTuple):
     num_kv_heads: Any
     group_size: Any
     params: tuple
+    # served kernels: where the request's rows and keys lie
+    q_start: Any = None
+    key_offset: Any = None
+    table: Any = None
+    page_size: Any = None
+    kv_indices: Any = None
 
 
 class Grid(NamedTuple):
@@ -58,8 +64,12 @@ def classify_tile(fn, env, i0, i1, j0, j1):
 
 
 class Row(NamedTuple):
-    """One query row of a thread: its own values, position, and, for masks of one run, the keys [lo, hi) it sees."""
+    """One query row of a thread: its own values, position, and, for masks of one run, the keys [lo, hi) it sees.  The
+    rows of a packed tile may be of different heads and requests: each has its own environment."""
 
+    env: Env
+    hd: tuple
+    unit: Any
     rw: tuple
     i: Any
     iq: Any
@@ -68,33 +78,37 @@ class Row(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a thread keeps while it works on one query tile of one head."""
+    """What a thread keeps while it works on one query tile."""
 
-    env: Env
-    hd: tuple
-    unit: Any
     rows: tuple[Row, Row]
     i0: Any
+    stop: Any  # keys from this position on do not exist
 
 
 def open_tile(p, fn, env, i0, row0) -> Tile:
+    """The tile of a thread whose rows are row0, row0 + 8 of one head.  Rows past qo_len repeat the last one: they read
+    only what it reads, and are never stored."""
     hd = fn.head(env)
+    unit = unit_of(p, fn, hd)
+    last = env.qo_len - 1
+    rows = tuple(open_row(p, fn, env, hd, unit, cutlass.min(r, last), env.kv_len) for r in (row0, row0 + 8))
+    return Tile(rows, i0, env.kv_len)
+
+
+def unit_of(p, fn, hd):
     unit = fn.unit(hd)
     if p.score == "dot" and not p.unit_positive:
         unit = cutlass.select_(unit == 0.0, Float32(1e-30), unit)  # so that a hidden score, times it, is -inf
-    rows = row_values(p, fn, env, hd, row0), row_values(p, fn, env, hd, row0 + 8)
-    return Tile(env, hd, unit, rows, i0)
+    return unit
 
 
-def row_values(p, fn, env, hd, row):
-    """Rows past qo_len repeat the last one: they read only what it reads, and are never stored."""
-    iq = cutlass.min(row, env.qo_len - 1)
+def open_row(p, fn, env, hd, unit, iq, stop) -> Row:
     i = iq + env.kv_len - env.qo_len
-    lo, hi = Int32(0), env.kv_len
+    lo, hi = Int32(0), stop
     if p.row_bounds:
         lo, hi, _, _ = fn.bounds(env, i, i)
-        hi = cutlass.min(hi, env.kv_len)
-    return Row(fn.row(env, hd, i, iq), i, iq, lo, hi)
+        hi = cutlass.min(hi, stop)
+    return Row(env, hd, unit, fn.row(env, hd, i, iq), i, iq, lo, hi)
 
 
 def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
@@ -106,7 +120,7 @@ def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
             bits = bits & ~prefix(row.lo - col0)
         return (bits & bit_of(off)) != 0
     j = col0 + off
-    return (j < tile.env.kv_len) & fn.mask(tile.env, tile.hd, row.rw, cl, row.i, j)
+    return (j < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, j)
 
 
 def prefix(n):
@@ -123,34 +137,43 @@ def bit_of(off: int) -> int:
 
 
 def columns(p, fn, tile: Tile, col0):
-    """The values of every column (n, c) of this thread in a block."""
-    bk = fn.block(tile.env, tile.hd, tile.i0, col0)
+    """The values of every column (n, c) of this thread in a block, for each of its rows."""
+    first = row_columns(p, fn, tile, 0, col0)
+    return first, row_columns(p, fn, tile, 1, col0) if p.columns_by_row else first
+
+
+def row_columns(p, fn, tile: Tile, i: int, col0):
+    row = tile.rows[i]
+    bk = fn.block(row.env, row.hd, tile.i0, col0)
     where = [(n, c) for n in range(p.tile_kv // 8) for c in range(2)]
-    return {(n, c): fn.col(tile.env, tile.hd, bk, col0 + (8 * n + c), 8 * n + c) for n, c in where}
+    return {(n, c): fn.col(row.env, row.hd, bk, col0 + (8 * n + c), 8 * n + c) for n, c in where}
 
 
-def ramp_of(fn, tile: Tile, col0):
-    """(a, start, step) with score = a * dot + start + step * off."""
-    return fn.ramp(tile.hd, fn.block(tile.env, tile.hd, tile.i0, col0))
+def ramp_of(p, fn, tile: Tile, col0):
+    """(a, start, step) of each row, with score = a * dot + start + step * off."""
+    rows = [fn.ramp(r.hd, fn.block(r.env, r.hd, tile.i0, col0)) for r in tile.rows[: 1 + p.columns_by_row]]
+    return rows[0], rows[-1]
 
 
 def score_of(fn, tile: Tile, i: int, cl, dot, j, seen):
     row = tile.rows[i]
-    return fn.score(tile.env, tile.hd, row.rw, cl, dot, row.i, j, seen)
+    return fn.score(row.env, row.hd, row.rw, cl, dot, row.i, j, seen)
 
 
 def shift_of(fn, tile: Tile, i: int):
-    return fn.shift(tile.env, tile.hd, tile.rows[i].rw, tile.rows[i].i, tile.i0)
+    row = tile.rows[i]
+    return fn.shift(row.env, row.hd, row.rw, row.i, tile.i0)
 
 
 def sink_of(fn, tile: Tile, i: int):
-    return fn.sink(tile.env, tile.hd, tile.rows[i].rw, tile.rows[i].i)
+    row = tile.rows[i]
+    return fn.sink(row.env, row.hd, row.rw, row.i)
 
 
 def feature_of(fn, name: str, tile: Tile, i: int, lse, o, e, sums):
     """One feature of the epilogue, or of the sum over features that `name` says."""
     row = tile.rows[i]
-    return getattr(fn, name)(tile.env, tile.hd, row.rw, row.i, row.iq, lse, o, e, sums)
+    return getattr(fn, name)(row.env, row.hd, row.rw, row.i, row.iq, lse, o, e, sums)
 
 
 def highest_bit(x):

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from .functors import Env
 from .layout import coords
 from .ring import advance, fill, fill_tagged, is_lead
-from .schedule import first_chunk, next_block, take
+from .schedule import first_chunk, next_block, take, walk_of
 
 
 @cute.jit
@@ -64,10 +64,10 @@ def stream(
                 fill(ring, slot, phase, nbytes, atom, gBp[None, end - 1 - j], sBp[None, slot])
                 slot, phase = advance(ring.stages, slot, phase)
         else:
-            here = Env(b, h, g, *env[3:])
-            chunk, seen, clear = first_chunk(p, here), Int32(0), Int32(0)
+            walk = walk_of(p, fn, Env(b, h, g, *env[3:]), m)
+            chunk, seen, clear = first_chunk(p, walk), Int32(0), Int32(0)
             for _j in cutlass.range(end, unroll=1):
-                n, masked, chunk, seen, clear = next_block(p, fn, here, m, chunk, seen, clear)
+                n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
                 if const_expr(what == "k"):
                     fill_tagged(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot], tags, 2 * n + masked)
                 else:

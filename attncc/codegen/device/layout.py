@@ -19,6 +19,11 @@ def element(p):
     return {"bf16": BFloat16, "f16": Float16}[p.dtype]
 
 
+def panel_width(cols: int) -> int:
+    """Features of one panel."""
+    return 64 if cols % 64 == 0 else 32
+
+
 def rows_layout(p, rows: int, cols: int, slots: int):
     """`cols` contiguous, swizzled."""
     kind = ATOM.K_SW128 if cols % 64 == 0 else ATOM.K_SW64

@@ -12,9 +12,9 @@ class Ring:
         self.full, self.empty, self.stages = barriers, barriers + stages, stages
 
 
-def open_ring(ring: Ring, readers: int) -> None:
+def open_ring(ring: Ring, readers: int, writers: int = 1) -> None:
     for i in range(ring.stages):
-        cute.arch.mbarrier_init(ring.full + i, 1)
+        cute.arch.mbarrier_init(ring.full + i, writers)
         cute.arch.mbarrier_init(ring.empty + i, readers)
 
 
@@ -33,6 +33,14 @@ def release(ring: Ring, slot, lead) -> None:
     divergent, and then every wgmma descriptor goes through vector registers."""
     bar = ring.empty + slot
     cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[bar.toint()], predicate=lead)
+
+
+def release_for(ring: Ring, slot, lead, count) -> None:
+    """As `release`, counted `count` times: for the warps of another warpgroup, too."""
+    bar = ring.empty + slot
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[bar.toint(), count], predicate=lead
+    )
 
 
 @cute.jit

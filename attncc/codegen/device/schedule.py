@@ -58,47 +58,62 @@ def counted_blocks(p, fn, env, m):
 
 
 # ------------------------------------------------------------------------------------- masks with holes
-def ballots(p, fn, env, i0, i1, chunk):
+class Walk(NamedTuple):
+    """Blocks of keys 0 … keys - 1 as the rows i0 … i1 see them: none outside [lo, hi), and without a mask those inside
+    [clear_lo, clear_hi).  Key 0 is at position `offset`.  `classify`: the mask is asked about each block, too."""
+
+    env: Any
+    i0: Any
+    i1: Any
+    lo: Any
+    hi: Any
+    clear_lo: Any
+    clear_hi: Any
+    offset: Any
+    keys: Any
+    classify: Any
+
+
+def walk_of(p, fn, env, m) -> Walk:
+    i0, i1 = positions(p, env, m)
+    return Walk(env, i0, i1, *tile_bounds(fn, env, i0, i1), Int32(0), env.kv_len, Boolean(True))
+
+
+def ballots(p, fn, walk, chunk):
     """One block a lane: which of blocks 32 chunk … 32 chunk + 31 are visible at all, and which without a mask."""
     start = (chunk * 32 + cute.arch.lane_idx()) * p.tile_kv
     # blocks past the keys count as their last key: what is asked of a block may read memory
-    j0 = cutlass.min(start, env.kv_len - 1)
-    j1 = cutlass.min(start + p.tile_kv, env.kv_len) - 1
-    lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
-    may, must = classify_tile(fn, env, i0, i1, j0, j1)
-    inside = (start < env.kv_len) & (j0 < hi) & (j1 >= lo)
-    clear = ((j0 >= clear_lo) & (j1 < clear_hi)) | must
-    seen = Boolean(inside & may)
-    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(
-        seen & clear & (start + p.tile_kv <= env.kv_len)
-    )
+    j0 = cutlass.min(start, walk.keys - 1)
+    j1 = cutlass.min(start + p.tile_kv, walk.keys) - 1
+    may, must = classify_tile(fn, walk.env, walk.i0, walk.i1, j0 + walk.offset, j1 + walk.offset)
+    inside = (start < walk.keys) & (j0 < walk.hi) & (j1 >= walk.lo)
+    clear = ((j0 >= walk.clear_lo) & (j1 < walk.clear_hi)) | (must & walk.classify)
+    seen = Boolean(inside & (may | ~walk.classify))
+    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (start + p.tile_kv <= walk.keys))
 
 
 @cute.jit
-def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, env, m: Int32):
-    i0, i1 = positions(p, env, m)
+def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
     count = Int32(0)
-    chunks = (env.kv_len + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
-    for c in cutlass.range(chunks, unroll=1):
-        seen, _ = ballots(p, fn, env, i0, i1, c)
+    for c in cutlass.range(first_chunk(p, walk), unroll=1):
+        seen, _ = ballots(p, fn, walk, c)
         count = count + cute.arch.popc(seen)
     return count
 
 
 @cute.jit
-def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, env, m: Int32, chunk: Int32, seen: Int32, clear: Int32):
+def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, seen: Int32, clear: Int32):
     """The highest block not yet visited; (block, masked, chunk, seen, clear).  Past the last one: block 0, masked."""
-    i0, i1 = positions(p, env, m)
     while (seen == 0) & (chunk > 0):
         chunk = chunk - 1
-        seen, clear = ballots(p, fn, env, i0, i1, chunk)
+        seen, clear = ballots(p, fn, walk, chunk)
     top = cutlass.select_(seen == 0, Int32(0), highest_bit(seen))
     masked = ((clear >> top) & 1) ^ 1
     return chunk * 32 + top, masked, chunk, seen & ~(1 << top), clear
 
 
-def first_chunk(p, env):
-    return (env.kv_len + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+def first_chunk(p, walk):
+    return (walk.keys + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
 
 
 # ------------------------------------------------------------------------------------- dealing
@@ -130,7 +145,7 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
         if const_expr(p.counted):
             begin, end, clear_begin, clear_count = counted_blocks(p, fn, here, m)
         else:
-            end = cutlass.max(count_blocks(p, fn, here, m), 1)
+            end = cutlass.max(count_blocks(p, fn, walk_of(p, fn, here, m)), 1)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)
         if lane == 0:
             at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))

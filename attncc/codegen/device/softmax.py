@@ -68,10 +68,11 @@ def new_state() -> State:
 
 
 def reset(p, state: State, tile) -> None:
-    floor = Float32(FLOOR)
-    if p.unit_positive:  # times a large unit it must stay finite
-        floor = floor * cute.arch.rcp_approx(cute.arch.fmax(tile.unit, Float32(1.0)))
-    state.top.fill(floor)
+    for i in range(2):
+        floor = Float32(FLOOR)
+        if p.unit_positive:  # times a large unit it must stay finite
+            floor = floor * cute.arch.rcp_approx(cute.arch.fmax(tile.rows[i].unit, Float32(1.0)))
+        state.top[i] = floor
     state.total.fill(0.0)
     state.grow.fill(1.0)
 
@@ -79,23 +80,23 @@ def reset(p, state: State, tile) -> None:
 def hide(p, fn, S, tile, col0):
     """Scores of keys that do not exist become what the unit makes -inf."""
     cls = columns(p, fn, tile, col0)
-    hidden = Float32(NEG_INF)
-    if not p.unit_positive:
-        hidden = cutlass.select_(tile.unit < 0.0, -hidden, hidden)
     for i in range(2):
+        hidden = Float32(NEG_INF)
+        if not p.unit_positive:
+            hidden = cutlass.select_(tile.rows[i].unit < 0.0, -hidden, hidden)
         for e in row_elems(i, p.tile_kv):
-            seen = visible(p, fn, tile, i, cls[e[2], e[1]], col0, 8 * e[2] + e[1])
+            seen = visible(p, fn, tile, i, cls[i][e[2], e[1]], col0, 8 * e[2] + e[1])
             S[e] = cutlass.select_(seen, S[e], hidden)
 
 
-def touch(p, fn, S, tile, col0, unit, masked: bool):
+def touch(p, fn, S, tile, col0, units, masked: bool):
     """The functor, in place, and after it the mask."""
     cls = columns(p, fn, tile, col0)
     for i in range(2):
         for e in row_elems(i, p.tile_kv):
-            cl, off = cls[e[2], e[1]], 8 * e[2] + e[1]
+            cl, off = cls[i][e[2], e[1]], 8 * e[2] + e[1]
             seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
-            y = score_of(fn, tile, i, cl, S[e], col0 + off, seen) * unit
+            y = score_of(fn, tile, i, cl, S[e], col0 + off, seen) * units[i]
             S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
 
 
@@ -113,20 +114,19 @@ def exponentials(p, S, P, part, exponent):
 def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, spoilt):
     """The block with the base it finds; True if that was not good enough."""
     part = cute.make_rmem_tensor((4,), Float32)
-    unit = tile.unit
-    base = [state.top[i] * (unit if p.unit_positive else Float32(1.0)) for i in range(2)]
+    unit = [row.unit for row in tile.rows]
+    base = [state.top[i] * (unit[i] if p.unit_positive else Float32(1.0)) for i in range(2)]
     if const_expr(p.score == "dot"):
-        exponentials(p, S, P, part, lambda s, i, c, n: s * unit - base[i])
+        exponentials(p, S, P, part, lambda s, i, c, n: s * unit[i] - base[i])
     elif const_expr(p.ramp):  # two FMAs a score
-        a, start, step = ramp_of(fn, tile, col0)
-        begin = [start * unit - base[i] for i in range(2)]
-        a, step = a * unit, step * unit
-        exponentials(p, S, P, part, lambda s, i, c, n: s * a + (step * float(8 * n + c) + begin[i]))
+        line = [[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, col0), unit)]
+        begin = [line[i][1] - base[i] for i in range(2)]
+        exponentials(p, S, P, part, lambda s, i, c, n: s * line[i][0] + (line[i][2] * float(8 * n + c) + begin[i]))
     else:
         cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True
-        score = lambda s, i, c, n: score_of(fn, tile, i, cls[n, c], s, col0 + (8 * n + c), may_read)  # noqa: E731
-        exponentials(p, S, P, part, lambda s, i, c, n: score(s, i, c, n) * unit - base[i])
+        score = lambda s, i, c, n: score_of(fn, tile, i, cls[i][n, c], s, col0 + (8 * n + c), may_read)  # noqa: E731
+        exponentials(p, S, P, part, lambda s, i, c, n: score(s, i, c, n) * unit[i] - base[i])
     s0, s1 = part[0] + part[1], part[2] + part[3]
     stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
     if not stale:
@@ -140,14 +140,14 @@ def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, m
     """S becomes what the maximum is taken of: scores where the unit is positive, base-2 logits else."""
     if const_expr(p.score != "dot" or not p.unit_positive):
         here = opaque(col0)
-        unit = Float32(1.0) if p.unit_positive else tile.unit
+        units = [Float32(1.0) if p.unit_positive else row.unit for row in tile.rows]
         if const_expr(p.score == "any"):
             if masked:
-                touch(p, fn, S, tile, here, unit, True)
+                touch(p, fn, S, tile, here, units, True)
             else:
-                touch(p, fn, S, tile, here, unit, False)
+                touch(p, fn, S, tile, here, units, False)
         else:
-            touch(p, fn, S, tile, here, unit, False)
+            touch(p, fn, S, tile, here, units, False)
 
 
 @cute.jit
@@ -168,15 +168,15 @@ def soften(
         stale = optimistic(p, fn, S, P, state, tile, col0, spoilt)
     if stale:
         rescore(p, fn, S, tile, col0, masked)
-        scale = tile.unit if p.unit_positive else Float32(1.0)
+        scale = [row.unit if p.unit_positive else Float32(1.0) for row in tile.rows]
         for i in cutlass.range_constexpr(2):
             peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
             new = cute.arch.fmax(state.top[i], peak)
-            state.grow[i] = cute.math.exp2((state.top[i] - new) * scale, fastmath=True)
+            state.grow[i] = cute.math.exp2((state.top[i] - new) * scale[i], fastmath=True)
             state.top[i] = new
         # subtracted first, so that the greatest weighs exactly 1; a second loop with one FMA a score for bases that
         # are not large was slower in all (plain 3 %, ALiBi 2 %)
-        exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale)
+        exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale[i])
         for i in cutlass.range_constexpr(2):
             state.total[i] = state.total[i] * state.grow[i] + (part[2 * i] + part[2 * i + 1])
     return stale
@@ -197,7 +197,7 @@ def put_weights(p, fn, S, P, tile, col0, masked: bool):
         for i in range(2):
             w = []
             for c in range(2):
-                cl, off = cls[n, c], 8 * n + c
+                cl, off = cls[i][n, c], 8 * n + c
                 seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
                 y = score_of(fn, tile, i, cl, S[i, c, n], col0 + off, seen)
                 w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)

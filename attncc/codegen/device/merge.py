@@ -1,0 +1,156 @@
+"""Attention states of parts of the keys: across the two warpgroups of a CTA, and across CTAs.
+
+A state is (o, lse) of a set of keys; states of disjoint sets merge exactly (arXiv 2501.01005, section 2.2).  A small
+tile's blocks go to the two warpgroups in turn, and the second hands its state to the first.  A piece of a tile that the
+plan has cut leaves its state in device memory; whoever arrives last at a target merges all of its pieces, in the order
+of the plan, so that the bits do not depend on who that is.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from .epilogue import close_row
+from .functors import NEG_INF
+from .layout import row_elems
+from .packed import word
+
+BAR_FREE, BAR_READY = 1, 2  # the exchange buffer: may be written, has been written
+BAR_STORED = 3  # all partial rows of an item lie in memory
+BAR_ARRIVED = 4  # ... 5: one a warpgroup
+
+
+def exchange_slice(exchange, k: int, t):
+    return cute.make_tensor(exchange + (k * 512 + t * 4), cute.make_layout(4))
+
+
+def quarter(acc, k: int):
+    """Elements 4 k … 4 k + 3 of an accumulator: two of row 0, two of row 1."""
+    return cute.make_tensor(acc.iterator + 4 * k, cute.make_layout(4))
+
+
+@cute.jit
+def hand_over(p: cutlass.Constexpr, acc_o, state, exchange, sums, used, t: Int32):
+    """The second warpgroup's state, through shared memory."""
+    each = p.stage_vo // 8
+    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+        cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+        if used:
+            if const_expr(r == 0):
+                cute.make_tensor(sums + t * 4, cute.make_layout(4)).store(
+                    pack4(state.top[0], state.top[1], state.total[0], state.total[1]).load()
+                )
+            for k in cutlass.range_constexpr(each):
+                cute.autovec_copy(quarter(acc_o, r * each + k), exchange_slice(exchange, k, t))
+        cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
+
+
+def pack4(*values):
+    packed = cute.make_rmem_tensor((4,), Float32)
+    for k, x in enumerate(values):
+        packed[k] = x
+    return packed
+
+
+@cute.jit
+def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: Int32):
+    """The first warpgroup's state becomes that of both.  The buffer stays taken."""
+    each = p.stage_vo // 8
+    mine, theirs = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+    mine.fill(1.0)
+    theirs.fill(1.0)
+    other = cute.make_rmem_tensor((4,), Float32)
+    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+        cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
+        if used:
+            if const_expr(r == 0 and p.scan == "softmax"):
+                cute.autovec_copy(cute.make_tensor(sums + t * 4, cute.make_layout(4)), other)
+                for i in cutlass.range_constexpr(2):
+                    scale = tile.rows[i].unit if p.unit_positive else Float32(1.0)
+                    new = cute.arch.fmax(state.top[i], other[i])
+                    mine[i] = cute.math.exp2((state.top[i] - new) * scale, fastmath=True)
+                    theirs[i] = cute.math.exp2((other[i] - new) * scale, fastmath=True)
+                    state.top[i] = new
+                    state.total[i] = state.total[i] * mine[i] + other[2 + i] * theirs[i]
+            for k in cutlass.range_constexpr(each):
+                cute.autovec_copy(exchange_slice(exchange, k, t), other)
+                here = quarter(acc_o, r * each + k)
+                for e in cutlass.range_constexpr(4):
+                    here[e] = here[e] * mine[e // 2] + other[e] * theirs[e // 2]
+        if const_expr(r + 1 < p.tile_vo // p.stage_vo):
+            cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+
+
+# ------------------------------------------------------------------------------------- across CTAs
+def partial_row(sizes, row, g):
+    return Int64(row) * sizes.num_kv_heads + g
+
+
+@cute.jit
+def store_partial(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile, item, row: Int32, c_in: Int32, lists, sizes
+):
+    """This thread's share of the piece's state: o normalised, lse in base 2, without the sink."""
+    for i in cutlass.range_constexpr(2):
+        if row + 8 * i < item.rows:
+            at = partial_row(sizes, item.delta + item.row0 + row + 8 * i, item.g)
+            inv = Float32(1.0)
+            if const_expr(p.scan == "softmax"):
+                inv, log2 = close_row(p, fn, tile, i, base[i], total[i], False)
+                if c_in == 0:
+                    cute.make_tensor(lists.part_lse + at, cute.make_layout(1))[0] = log2
+            here = lists.part_o.toint() + (at * p.head_dim_vo + c_in) * 4
+            for n in cutlass.range_constexpr(p.head_dim_vo // 8):
+                cute.arch.inline_ptx(
+                    "st.global.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[here + 32 * n, O[i, 0, n] * inv, O[i, 1, n] * inv],
+                )
+
+
+@cute.jit
+def arrive(lists, sizes, target: Int32, g: Int32, sources: Int32, flags, t: Int32, w: Int32, turn: Int32):
+    """True for the warpgroup that is the last one at a target: then all of its pieces can be read."""
+    flag = cute.make_tensor(flags + (2 * w + (turn & 1)), cute.make_layout(1))
+    if t == 0:
+        counter = lists.counters + (target * sizes.num_kv_heads + g)
+        cute.arch.fence_acq_rel_gpu()
+        seen = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+        if seen == sources - 1:
+            cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
+            cute.arch.fence_acq_rel_gpu()
+        flag[0] = Int32(seen == sources - 1)
+    cute.arch.barrier(barrier_id=BAR_ARRIVED + w, number_of_threads=128)
+    return flag[0] != 0
+
+
+@cute.jit
+def merge_pieces(p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, lists, sizes):
+    """O becomes the sum of the pieces' outputs, each with the weight of its keys; (base, sum) of each row."""
+    O.fill(0.0)
+    base, total = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+    base.fill(NEG_INF)
+    total.fill(0.0)
+    packed = [target.row0 + cutlass.min(row + 8 * i, target.rows - 1) for i in range(2)]
+    for s in cutlass.range(target.sources, unroll=1):
+        delta = word(lists.sources, target.source0 + s)
+        for i in cutlass.range_constexpr(2):
+            at = partial_row(sizes, delta + packed[i], g)
+            keep, weight = Float32(1.0), Float32(1.0)
+            if const_expr(p.scan == "softmax"):
+                log2 = cute.arch.load(lists.part_lse + at, Float32, cop="cg")
+                new = cute.arch.fmax(base[i], log2)
+                safe = cutlass.select_(new == NEG_INF, Float32(0.0), new)
+                keep = cute.math.exp2(base[i] - safe, fastmath=True)
+                weight = cute.math.exp2(log2 - safe, fastmath=True)
+                total[i] = total[i] * keep + weight
+                base[i] = new
+            here = lists.part_o.toint() + (at * p.head_dim_vo + c_in) * 4
+            for n in cutlass.range_constexpr(p.head_dim_vo // 8):
+                x, y = cute.arch.inline_ptx(
+                    "ld.global.cg.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                    write_only_types=[Float32] * 2,
+                    read_only_args=[here + 32 * n],
+                )
+                O[i, 0, n] = O[i, 0, n] * keep + x * weight
+                O[i, 1, n] = O[i, 1, n] * keep + y * weight
+    return (base[0], base[1]), (total[0], total[1])

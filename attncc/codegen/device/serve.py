@@ -1,0 +1,362 @@
+"""Attention over a planned batch for Hopper: decode, verification, chunked and whole prefill in one launch.
+
+One persistent CTA an SM = a producer warpgroup (K warp, V warp, Q warp, schedule warp) + two consumer warpgroups of 64
+packed rows each.  Work comes as items (packed.py): a tile of packed rows of one kv head, and a run of its keys.  Where a
+tile has at most 64 rows the two warpgroups take its blocks of keys in turn and merge their states at the end, so that
+few rows cost no more time than their keys take to arrive; else each has its own rows and sees every block.
+
+The arithmetic is that of forward.py; unlike there, an item ends before the next one begins.
+"""
+
+from math import log2 as exact_log2
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from .epilogue import LN2, close_row, finish_rows, store_packed_lse, store_rows, totals
+from .forward import Block, issue_scores, issue_values, weights
+from .gather import place
+from .kv_pages import GATHER_WRITERS, Cache, stream_keys, stream_queries
+from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
+from .merge import BAR_FREE, BAR_STORED, arrive, hand_over, merge_pieces, receive, store_partial
+from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
+from .ring import Ring, advance, is_lead, open_ring, release, release_for, warp_uniform
+from .softmax import new_state, rescale, reset, settle
+from .tickets import deal_tickets
+
+NUM_SIZES = 8  # i32 parameters before the variant's own
+BAR_TAIL = 6  # ... 7: one a warpgroup
+
+
+def ring_place(stages: int, at):
+    """(slot, phase) of the block that is the `at`-th of this CTA."""
+    shift = int(exact_log2(stages))
+    return at & (stages - 1), (at >> shift) & 1
+
+
+@cute.jit
+def wait_block(ring: cutlass.Constexpr, at: Int32):
+    slot, phase = ring_place(ring.stages, at)
+    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    return slot
+
+
+def block_of(p, tags, slot, item, number, c_in) -> Block:
+    """The `number`-th block of an item, from its last one down."""
+    if p.counted:
+        n = item.end - 1 - number
+        # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
+        masked = cutlass.Uint32(n - item.clear_begin) >= cutlass.Uint32(item.clear_count)
+    else:
+        tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
+        n, masked = tag >> 1, (tag & 1) != 0
+    return Block(item.offset + n * p.tile_kv + c_in, masked)
+
+
+@cute.jit
+def clear_tail(p: cutlass.Constexpr, base: Int32, left: Int32, t: Int32, w: Int32):
+    """Zero the rows of V from `left` on: their weights are 0, but they may hold anything, NaN too."""
+    chunks = p.tile_vo // 8
+    for k in cutlass.range(((p.tile_kv - left) * chunks + 127) // 128, unroll=1):
+        at = k * 128 + t
+        row = left + at // chunks
+        if row < p.tile_kv:
+            cute.arch.inline_ptx(
+                "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                read_only_args=[base + place(row, at % chunks, p.tile_kv, p.tile_vo), Int32(0)],
+            )
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=BAR_TAIL + w, number_of_threads=128)
+
+
+def landed(p) -> None:
+    """What cp.async wrote, wgmma may read."""
+    if not p.chunk:
+        cute.arch.fence_view_async_shared()
+
+
+@cute.jit
+def attend(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, frags: cutlass.Constexpr, state, tile, item, tags,
+    k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32, at: Int32, number: Int32, lead, zero: Int32,
+    t: Int32, w: Int32,
+):  # fmt: skip
+    """This warpgroup's blocks of an item: from the `number`-th, which is the CTA's `at`-th, every or every other one."""
+    acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, v_base = frags
+    c_in = (t % 4) * 2
+    stride = 1 + item.split
+    # ---- first block
+    ks = wait_block(k_ring, at)
+    landed(p)
+    issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
+    block = block_of(p, tags, ks, item, number, c_in)
+    warpgroup.wait_group(0)
+    release_for(k_ring, ks, lead, stride)
+    weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, True)
+    if const_expr(p.chunk):
+        left = item.offset + item.keys - (block.col0 - c_in)
+        if left < p.tile_kv:
+            vs = wait_block(v_ring, at)
+            clear_tail(p, v_base + vs * (p.tile_kv * p.tile_vo * 2), left, t, w)
+    # ---- the others: scores of this block beside the product of the last one
+    count = item.end - item.begin
+    for n in cutlass.range(number + stride, count, stride, unroll=1):
+        nxt = at + stride
+        ks = wait_block(k_ring, nxt)
+        block = block_of(p, tags, ks, item, n, c_in)
+        vs = wait_block(v_ring, at)
+        landed(p)
+        issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
+        issue_values(p, acc_o, rP, rV[None, None, None, vs])
+        warpgroup.wait_group(1)
+        release_for(k_ring, ks, lead, stride)
+        # without a mask only the tail of the keys is cut, and that is the first block
+        stale = weights(p, fn, S, Pn, state, tile, block if p.mask else Block(block.col0, Boolean(False)), False)
+        warpgroup.wait_group(0)
+        release_for(v_ring, vs, lead, stride)
+        if stale:
+            rescale(O, p.tile_vo, state.grow)
+        settle(P, Pn, zero)
+        at = nxt
+    vs = wait_block(v_ring, at)
+    landed(p)
+    issue_values(p, acc_o, rP, rV[None, None, None, vs])
+    warpgroup.wait_group(0)
+    release_for(v_ring, vs, lead, stride)
+
+
+@cute.jit
+def catch_up(p: cutlass.Constexpr, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, start: Int32, count: Int32):
+    """Wait for the blocks of the item that the other warpgroup took: a barrier tells phases apart by parity alone, so
+    whoever waits must not skip one.  (All but the last of each slot are known to be over.)"""
+    for ring in (k_ring, v_ring):
+        for n in cutlass.range(cutlass.max(count - ring.stages, 0), count, unroll=1):
+            wait_block(ring, start + n)
+
+
+@cute.jit
+def conclude(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags,
+    t: Int32, w: Int32, local: Int32,
+):  # fmt: skip
+    """A finished item: its rows to the output, or its state to memory and, where that was the last piece missing, the
+    merged rows to the output.  `local`: this warpgroup's first row in the tile."""
+    r_in, c_in = (t // 32) * 16 + (t % 32) // 4, (t % 4) * 2
+    whole = item.targets == 0
+    base, total = totals(p, fn, state, tile)
+    turns, wgs = Int32(1), cutlass.select_(item.split != 0, Int32(1), Int32(2))
+    first = item.row0 + local
+    rows = cutlass.max(cutlass.min(item.rows - local, 64), 0)
+    if not whole:
+        store_partial(p, fn, O, base, total, tile, item, local + r_in, c_in, lists, sizes)
+        cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=128 * wgs)
+        turns = (item.targets - w + wgs - 1) // wgs
+    log2 = cute.make_rmem_tensor((2,), cutlass.Float32)
+    for k in cutlass.range(turns, unroll=1):
+        go = Boolean(True)
+        if not whole:
+            number = item.target0 + w + k * wgs
+            target = target_of(lists, number)
+            go = arrive(lists, sizes, number, item.g, target.sources, flags, t, w, k)
+            if go:
+                owner = Owner(target.request, target.q_start, target.qo_len, target.kv_len)
+                tile = open_packed(
+                    p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys, item.i0,
+                    lists, sizes,
+                )  # fmt: skip
+                base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
+                first, rows = target.row0, target.rows
+        if go:
+            log2.fill(0.0)
+            if const_expr(p.scan == "softmax"):
+                for i in cutlass.range_constexpr(2):
+                    inv, l2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
+                    for e in row_elems(i, p.tile_vo):
+                        O[e] = O[e] * inv
+                    log2[i] = LN2 * l2
+                store_packed_lse(lse, log2, tile, r_in, rows, c_in)
+            if const_expr(p.epilogue):
+                finish_rows(p, fn, O, tile, log2, c_in)
+            store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
+
+
+class Target:
+    """A run of rows whose pieces are merged together."""
+
+    def __init__(self, at):
+        self.request, self.row0, self.rows, self.source0, self.sources, self.q_start, self.qo_len, self.kv_len = (
+            warp_uniform(at[k]) for k in range(TARGET_WORDS)
+        )
+
+
+def target_of(lists, number) -> Target:
+    return Target(cute.make_tensor(lists.targets + TARGET_WORDS * number, cute.make_layout(TARGET_WORDS)))
+
+
+def open_item(p, fn, item, row, lists, sizes):
+    owner = Owner(item.request, item.q_start, item.qo_len, item.kv_len)
+    return open_packed(
+        p, fn, owner, item.g, item.row0, item.rows, row, item.offset, item.table, item.keys, item.i0, lists, sizes
+    )
+
+
+@cute.jit
+def consume(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags, rings: cutlass.Constexpr, items, tags,
+    lists, sizes, out, lse, t: Int32, w: Int32,
+):  # fmt: skip
+    q_ring, k_ring, v_ring, item_ring = rings
+    lead = is_lead()
+    r_in = (t // 32) * 16 + (t % 32) // 4
+    mqk, mpv = mma_scores(p), mma_values(p)
+    tqk, tpv = mqk.get_slice(t), mpv.get_slice(t)
+    acc_s = tqk.make_fragment_C(tqk.partition_shape_C((64, p.tile_kv)))
+    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.tile_vo)))
+    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.tile_vo)
+    # words of two weights: [2 n8 + row], this block's and the next one's
+    P = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
+    Pn = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
+    rP = cute.make_tensor(
+        cute.recast_ptr(P.iterator, dtype=element(p)), cute.make_layout(((2, 2, 2), 1, p.tile_kv // 16))
+    )
+    rQ, rK = tqk.make_fragment_A(tqk.partition_A(sQ)), tqk.make_fragment_B(tqk.partition_B(sK))
+    rV = tpv.make_fragment_B(tpv.partition_B(sV))
+    frags = acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, sV.iterator.toint()
+    exchange = cute.recast_ptr(sO.iterator, swizzle_=cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
+    state = new_state()
+    zero = sizes.num_qo_heads >> 31  # 0, but only we know
+
+    start, qs, qph, it, iph = (Int32(0) for _ in range(5))
+    if w == 0:
+        cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+    cute.arch.mbarrier_wait(item_ring.full + it, iph)
+    item = peek(Work, items, it)
+    live = item.live != 0
+    while live:
+        split = item.split != 0
+        tile = open_item(p, fn, item, cutlass.select_(split, Int32(0), 64 * w) + r_in, lists, sizes)
+        reset(p, state, tile)
+        acc_o.fill(0.0)
+        q_slot = qs * p.warpgroups + w
+        cute.arch.mbarrier_wait(q_ring.full + q_slot, qph)
+        cute.arch.fence_view_async_shared()
+        count = item.end - item.begin
+        if count > 0:
+            number = item.split * w
+            attend(
+                p, fn, frags, state, tile, item, tags, k_ring, v_ring, q_slot, start + number, number, lead, zero, t, w
+            )
+        release(q_ring, q_slot, lead)
+        qs, qph = advance(p.q_stages, qs, qph)
+        if split:
+            catch_up(p, k_ring, v_ring, start, count)
+        start = start + count
+        # read and opened again: what the item says is not kept in registers through the loop
+        item = peek(Work, items, it)
+        split = item.split != 0
+        local = cutlass.select_(split, Int32(0), 64 * w)
+        tile = open_item(p, fn, item, local + r_in, lists, sizes)
+        used = r_in < item.rows
+        if split:
+            if w == 1:
+                hand_over(p, acc_o, state, exchange, sums, used, t)
+            else:
+                receive(p, acc_o, state, tile, exchange, sums, used, t)
+        else:
+            if w == 1:
+                cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+        if (not split) | (w == 0):
+            conclude(p, fn, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
+        if w == 0:
+            cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+        release(item_ring, it, lead)
+        it, iph = advance(item_ring.stages, it, iph)
+        cute.arch.mbarrier_wait(item_ring.full + it, iph)
+        item = peek(Work, items, it)
+        live = item.live != 0
+    if w == 1:
+        cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)  # takes the permission nobody used
+
+
+@cute.kernel
+def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
+    """atom_k, atom_v: TMA atoms, or Cache tuples for the gather; lists: a tuple of pointers."""
+    t, _, _ = cute.arch.thread_idx()
+    wg = warp_uniform(t // 128)
+    warp = warp_uniform(cute.arch.warp_idx())
+    lists = Lists(*lists)
+    sizes = Sizes(*values[:NUM_SIZES], values[NUM_SIZES:])
+
+    smem = SmemAllocator()
+    stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
+    bars = smem.allocate_array(Int64, 2 * sum(stages))
+    items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
+    tags = smem.allocate_array(Int32, p.k_stages)
+    flags = smem.allocate_array(Int32, 2 * p.warpgroups)
+    k_ring = Ring(bars, p.k_stages)
+    v_ring = Ring(bars + 2 * stages[0], p.v_stages)
+    item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
+    q_ring = Ring(bars + 2 * sum(stages[:3]), stages[3])  # slot: stage * warpgroups + warpgroup
+    lq, lk = rows_layout(p, 64, p.tile_qk, stages[3]), rows_layout(p, p.tile_kv, p.tile_qk, p.k_stages)
+    lv, lo = cols_layout(p, p.tile_vo, p.tile_kv, p.v_stages), rows_layout(p, 64, p.stage_vo, p.warpgroups)
+    dt = element(p)
+    sQ = smem.allocate_tensor(dt, lq.outer, 1024, swizzle=lq.inner)
+    sK = smem.allocate_tensor(dt, lk.outer, 1024, swizzle=lk.inner)
+    sV = smem.allocate_tensor(dt, lv.outer, 1024, swizzle=lv.inner)
+    sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
+    sums = smem.allocate_array(cutlass.Float32, 4 * 128)
+    if t == 0:
+        writers = 1 if p.chunk else GATHER_WRITERS
+        open_ring(k_ring, 4 * p.warpgroups, writers)
+        open_ring(v_ring, 4 * p.warpgroups, writers)
+        open_ring(item_ring, 4 * p.warpgroups + 3)
+        open_ring(q_ring, 4, 32)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
+
+    rings = q_ring, k_ring, v_ring, item_ring
+    if wg == 0:
+        cute.arch.setmaxregister_decrease(p.registers[0])
+        if warp == 0:
+            stream_keys(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, lists, sizes)
+        if warp == 1:
+            stream_keys(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, lists, sizes)
+        if warp == 2:
+            deal_tickets(p, fn, item_ring, items, lists, sizes)
+        if warp == 3:
+            stream_queries(p, q, sQ, q_ring, item_ring, items, lists, sizes)
+    else:
+        cute.arch.setmaxregister_increase(p.registers[1])
+        consume(
+            p, fn, sQ, sK, sV, sO, sums, flags, rings, items, tags, lists, sizes, out, lse, t % 128, wg - 1
+        )  # fmt: skip
+
+
+@cute.jit
+def host_boxes(
+    k: cute.Tensor, v: cute.Tensor, q: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, lists, values, blocks: Int32,
+    stream: cuda.CUstream, p: cutlass.Constexpr, fn: cutlass.Constexpr,
+):  # fmt: skip
+    """k: (row, d, head, page); v: (d, row, head, page).  Only builds the copy atoms; never run."""
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    lk, lv = rows_layout(p, p.chunk, p.tile_qk, 1), cols_layout(p, p.tile_vo, p.chunk, 1)
+    ak, _ = cpasync.make_tiled_tma_atom(load, k, cute.slice_(lk, (None, None, 0)), (p.chunk, p.tile_qk))
+    av, _ = cpasync.make_tiled_tma_atom(load, v, cute.slice_(lv, (None, None, 0)), (p.tile_vo, p.chunk))
+    kernel(ak, av, q, out, lse, lists, values, p, fn).launch(
+        grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+    )
+
+
+@cute.jit
+def host_rows(
+    k, v, q: cute.Pointer, out: cute.Pointer, lse: cute.Pointer, lists, values, blocks: Int32, stream: cuda.CUstream,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr,
+):  # fmt: skip
+    """k, v: (address, strides of page, row and head in 16 bytes)."""
+    kernel(Cache(*k), Cache(*v), q, out, lse, lists, values, p, fn).launch(
+        grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
+    )

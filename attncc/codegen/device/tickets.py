@@ -1,0 +1,120 @@
+"""The schedule warp of served batches: CTAs take records of the plan from an atomic counter.
+
+So the device is the min-heap of algorithm 1 (arXiv 2501.01005): the next piece of work goes to whoever is idle.  The
+plan only says in which order, and how the work is cut; the bits of a result do not depend on who computes it.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from .functors import tile_bounds
+from .packed import ITEM_WORDS, RECORD, RECORD_WORDS, WORDS, Owner, env_of, row_env, word
+from .ring import advance
+from .schedule import Walk, count_blocks
+
+FAR = 1 << 28  # past every position
+
+
+def lanes_reduce(op, x):
+    """The same over the 32 lanes of a warp."""
+    for k in range(5):
+        x = op(x, cute.arch.shuffle_sync_bfly(x, offset=1 << k))
+    return x
+
+
+@cute.jit
+def position_range(p: cutlass.Constexpr, fn: cutlass.Constexpr, owner, g, row0, rows, offset, table, lists, sizes):
+    """(lo, hi, clear_lo, clear_hi, i0, i1, may the mask be asked about blocks of rows i0 … i1) of a packed tile."""
+    together = Boolean(owner.request >= 0)
+    if const_expr(p.ranges_by_row):
+        together = Boolean(False)
+    lo, hi, clear_lo, clear_hi = Int32(FAR), Int32(-FAR), Int32(-FAR), Int32(FAR)
+    i0, i1 = offset, offset
+    if together:
+        first = row0 // sizes.group_size - owner.q_start
+        last = (row0 + rows - 1) // sizes.group_size - owner.q_start
+        i0, i1 = first + owner.kv_len - owner.qo_len, last + owner.kv_len - owner.qo_len
+        env = env_of(owner, g * sizes.group_size, g, offset, table, lists, sizes)
+        lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+    else:
+        # of several requests, or of heads that see other keys: what any row sees, and what all do
+        for k in cutlass.range((rows + 31) // 32, unroll=1):
+            packed = row0 + cutlass.min(k * 32 + cute.arch.lane_idx(), rows - 1)
+            env, iq = row_env(owner, packed, g, offset, table, lists, sizes)
+            i = iq + env.kv_len - env.qo_len
+            a, b, c, d = tile_bounds(fn, env, i, i)
+            some = b > a
+            lo = cutlass.min(lo, cutlass.select_(some, a, Int32(FAR)))
+            hi = cutlass.max(hi, cutlass.select_(some, b, Int32(-FAR)))
+            clear_lo, clear_hi = cutlass.max(clear_lo, c), cutlass.min(clear_hi, d)
+        lo, hi = lanes_reduce(cutlass.min, lo), lanes_reduce(cutlass.max, hi)
+        clear_lo, clear_hi = lanes_reduce(cutlass.max, clear_lo), lanes_reduce(cutlass.min, clear_hi)
+    return lo, hi, clear_lo, clear_hi, i0, i1, together
+
+
+@cute.jit
+def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes):
+    """The words that the schedule warp adds to record `r` of kv head g, in the order of ADDED."""
+    owner = Owner(r[WORDS["request"]], r[WORDS["q_start"]], r[WORDS["qo_len"]], r[WORDS["kv_len"]])
+    rows, keys, offset, table = (r[WORDS[n]] for n in ("rows", "keys", "offset", "table"))
+    lo, hi, clear_lo, clear_hi, i0, i1, together = position_range(
+        p, fn, owner, g, r[WORDS["row0"]], rows, offset, table, lists, sizes
+    )
+    lo = cutlass.max(lo - offset, r[WORDS["key_begin"]])
+    hi = cutlass.min(hi - offset, r[WORDS["key_end"]])
+    clear_lo, clear_hi = cutlass.max(clear_lo - offset, 0), cutlass.max(cutlass.min(clear_hi - offset, keys), 0)
+    begin, end, clear_begin, clear_count = Int32(0), Int32(0), Int32(0), Int32(0)
+    if hi > lo:
+        if const_expr(p.counted):
+            begin, end = lo // p.tile_kv, (hi + p.tile_kv - 1) // p.tile_kv
+            clear_begin = (clear_lo + p.tile_kv - 1) // p.tile_kv
+            clear_count = cutlass.max(clear_hi // p.tile_kv - clear_begin, 0)
+        else:
+            env = env_of(owner, g * sizes.group_size, g, offset, table, lists, sizes)
+            end = count_blocks(p, fn, Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together))
+    split = Int32((rows <= 64) & (end - begin >= 2))
+    return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
+
+
+@cute.jit
+def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, lists, sizes):
+    """Posts items; the first dead one ends the CTA.  tickets: two zeroed counters; the last CTA to run dry zeroes them
+    again."""
+    lane = cute.arch.lane_idx()
+    bx, _, _ = cute.arch.block_idx()
+    gx, _, _ = cute.arch.grid_dim()
+    total, heads = word(lists.header, 0), word(lists.header, 1)
+    slot, phase = Int32(0), Int32(1)
+    ticket = bx
+    live = Boolean(True)
+    while live:
+        live = ticket < total
+        mine, g = Int32(0), Int32(0)
+        added = tuple(Int32(0) for _ in range(12))
+        if live:
+            record = ticket // heads
+            if lane < RECORD_WORDS:
+                mine = word(lists.items, record * RECORD_WORDS + lane)
+            r = tuple(cute.arch.shuffle_sync(mine, k) for k in range(len(RECORD)))
+            g = r[WORDS["head"]] + (ticket - record * heads)
+            added = added_words(p, fn, r, g, lists, sizes)
+        cute.arch.mbarrier_wait(ring.empty + slot, phase)
+        at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
+        if lane < RECORD_WORDS:
+            at[lane] = mine
+        if lane == 0:
+            for k, x in enumerate((g, Int32(live), *added)):
+                at[RECORD_WORDS + k] = x
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(ring.full + slot)
+        slot, phase = advance(ring.stages, slot, phase)
+        if live:
+            if lane == 0:
+                ticket = gx + cute.arch.atomic_add(lists.tickets, Int32(1), sem="relaxed", scope="gpu")
+            ticket = cute.arch.shuffle_sync(ticket, 0)
+    if lane == 0:
+        if cute.arch.atomic_add(lists.tickets + 1, Int32(1), sem="acq_rel", scope="gpu") == gx - 1:
+            cute.arch.atomic_exch(lists.tickets, Int32(0), sem="relaxed", scope="gpu")
+            cute.arch.atomic_exch(lists.tickets + 1, Int32(0), sem="relaxed", scope="gpu")

@@ -4,7 +4,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
 from .functors import NEG_INF, feature_of, shift_of, sink_of
@@ -79,7 +79,7 @@ def store_lse(lse: cute.Pointer, values, env, row0: Int32, c_in: Int32):
 
 
 class Staging:
-    """The way of a warpgroup's accumulator to its part of the store buffer, as many features at a time as that holds."""
+    """The way of a warpgroup's accumulator to its part of the store buffer, as many features at a time as it holds."""
 
     def __init__(self, p, sO, acc_o, t):
         self.cols = p.stage_vo
@@ -124,9 +124,11 @@ def store_tile(p: cutlass.Constexpr, atom_o, sO, acc_o, t: Int32, w: Int32, m: I
 
 
 @cute.jit
-def store_rows(p: cutlass.Constexpr, sO, acc_o, t: Int32, w: Int32, row0: Int32, rows: Int32, g: Int32, out, sizes):
-    """Packed rows row0 … row0 + rows - 1 (64 at most) of kv head g, wherever they lie: through shared memory, 16 bytes a
-    lane, neighbouring lanes along a row."""
+def store_rows(
+    p: cutlass.Constexpr, sO, acc_o, t: Int32, w: Int32, row0: Int32, rows: Int32, g: Int32, out: cute.Pointer, sizes
+):
+    """Packed rows row0 … row0 + rows - 1 (64 at most) of kv head g, wherever they lie: through shared memory, 16 bytes
+    a lane, neighbouring lanes along a row."""
     st = Staging(p, sO, acc_o, t)
     chunks = p.stage_vo // 8
     base = sO.iterator.toint() + w * (64 * p.stage_vo * 2)

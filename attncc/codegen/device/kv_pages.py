@@ -152,7 +152,7 @@ def stream_keys(
         if count > 0:
             boxes = Boxes(p, what, source, sB, item) if p.chunk else None
             places = look_up(p, source, item, n, lists, sizes)
-            for k in cutlass.range(count, unroll=1):
+            for _k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places
                 if const_expr(p.counted):
                     n = cutlass.max(n - 1, 0)

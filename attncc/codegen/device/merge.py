@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .epilogue import close_row
 from .functors import NEG_INF
-from .layout import row_elems
 from .packed import word
 
 BAR_FREE, BAR_READY = 1, 2  # the exchange buffer: may be written, has been written

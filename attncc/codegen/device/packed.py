@@ -24,8 +24,10 @@ RECORD = (
 )  # fmt: skip
 # blocks [begin, end), of which clear_count from clear_begin need no mask; where the mask has holes: their number, as
 # [0, end), and what the walk over them starts from
-ADDED = ("g", "live", "begin", "end", "clear_begin", "clear_count", "split", "lo", "hi", "clear_lo", "clear_hi", "i0", "i1",
-         "classify")  # fmt: skip
+ADDED = (
+    "g", "live", "begin", "end", "clear_begin", "clear_count", "split", "lo", "hi", "clear_lo", "clear_hi", "i0", "i1",
+    "classify",
+)  # fmt: skip
 WORDS = {name: n for n, name in enumerate(RECORD + ADDED)}
 ITEM_WORDS, ITEM_STAGES = 32, 4
 

@@ -1,8 +1,8 @@
 """Attention over a planned batch for Hopper: decode, verification, chunked and whole prefill in one launch.
 
 One persistent CTA an SM = a producer warpgroup (K warp, V warp, Q warp, schedule warp) + two consumer warpgroups of 64
-packed rows each.  Work comes as items (packed.py): a tile of packed rows of one kv head, and a run of its keys.  Where a
-tile has at most 64 rows the two warpgroups take its blocks of keys in turn and merge their states at the end, so that
+packed rows each.  Work comes as items (packed.py): a tile of packed rows of one kv head, and a run of its keys.  Where
+a tile has at most 64 rows the two warpgroups take its blocks of keys in turn and merge their states at the end, so that
 few rows cost no more time than their keys take to arrive; else each has its own rows and sees every block.
 
 The arithmetic is that of forward.py; unlike there, an item ends before the next one begins.
@@ -85,7 +85,7 @@ def attend(
     k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32, at: Int32, number: Int32, lead, zero: Int32,
     t: Int32, w: Int32,
 ):  # fmt: skip
-    """This warpgroup's blocks of an item: from the `number`-th, which is the CTA's `at`-th, every or every other one."""
+    """This warpgroup's blocks of an item: every one or every other one from the `number`-th, the CTA's `at`-th."""
     acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, v_base = frags
     c_in = (t % 4) * 2
     stride = 1 + item.split

@@ -119,7 +119,7 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
     if const_expr(p.score == "dot"):
         exponentials(p, S, P, part, lambda s, i, c, n: s * unit[i] - base[i])
     elif const_expr(p.ramp):  # two FMAs a score
-        line = [[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, col0), unit)]
+        line = [[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, col0), unit, strict=False)]
         begin = [line[i][1] - base[i] for i in range(2)]
         exponentials(p, S, P, part, lambda s, i, c, n: s * line[i][0] + (line[i][2] * float(8 * n + c) + begin[i]))
     else:

@@ -1,4 +1,4 @@
-"""Fill the kernel cache (ATTNCC_CACHE_DIR) with every kernel of `cases.py`; needs no GPU."""
+"""Fill the kernel cache (ATTNCC_CACHE_DIR) with every kernel of `cases.py` and `serve_cases.py`; needs no GPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import cases
+import serve_cases
 
 
-def build(case: cases.Case) -> str | None:
+def build(case: cases.Case | serve_cases.Served) -> str | None:
     """What went wrong, or None."""
     from attncc import compiler
     from attncc.diagnostics import AttnError
 
     try:
-        compiler.compile(case.source, **case.options)
+        compiler.compile(case.source, **case.options)  # pyright: ignore[reportArgumentType]
     except (AttnError, ValueError, TypeError) as e:
         return f"{case}: {e}"
     return None
@@ -25,7 +26,7 @@ def build(case: cases.Case) -> str | None:
 
 def main() -> int:
     start = time.perf_counter()
-    todo = cases.all_cases()
+    todo = [*cases.all_cases(), *serve_cases.all_served()]
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(todo)), mp_context=get_context("spawn")) as pool:
         failed = [e for e in pool.map(build, todo) if e is not None]
     for e in failed:

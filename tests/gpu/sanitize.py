@@ -12,10 +12,13 @@ from __future__ import annotations
 import sys
 
 import cases
+import serve_cases
+import serve_checks
 import torch
 from checks import compile_case, inputs_for, poisoned
 
 SHAPES = [(1, 129, 300, 2, 1), (2, 70, 33, 3, 1)]
+SERVED = [[(1, 1), (1, 700), (0, 9), (3, 40)], [(150, 300), (1, 17), (2, 0), (5, 5)]]  # (qo_len, kv_len) of requests
 
 
 def main() -> None:
@@ -30,7 +33,14 @@ def main() -> None:
             wanted = {"lse": lse, "return_lse": True} if softmax else {}
             compile_case(case)(x.q, x.k, x.v, out=out, **wanted, **x.params)
         torch.cuda.synchronize()
-    print(f"{len(todo)} kernels, {len(SHAPES)} shapes", file=sys.stderr)
+    for served in serve_cases.all_served():
+        for lengths in SERVED:
+            batch = serve_checks.make_batch(served, lengths, (6, 2), 1)
+            attn = serve_checks.attention(batch)
+            attn.plan(*batch.table)
+            serve_checks.run(attn, batch)
+        torch.cuda.synchronize()
+    print(f"{len(todo)} + {len(serve_cases.all_served())} kernels, {len(SHAPES)} shapes each", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,99 @@
+"""Every served kernel that the GPU tests and bench/serve.py need, in one place, and the shapes of the batches they run.
+
+A kernel depends on the page size only through what its loads can tell of it (`codegen.config.page_unit`: 1 and 5 are
+the same), and not on head counts or lengths at all: the grid of the tests is larger than the list of kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from cases import Case, example, example_cases, hard
+
+
+@dataclass(frozen=True)
+class Served:
+    """A case with the layout of its keys: pages of `page_size` rows, or ragged where that is None."""
+
+    case: Case
+    page_size: int | None = 16
+
+    def __str__(self) -> str:
+        return f"{self.case}-{'ragged' if self.page_size is None else f'page{self.page_size}'}"
+
+    @property
+    def source(self) -> str:
+        return self.case.source
+
+    @property
+    def layout(self) -> str:
+        return "ragged" if self.page_size is None else "paged"
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Keyword arguments for attncc.compile and attncc.reference."""
+        return {**self.case.options, "layout": self.layout, "page_size": self.page_size}
+
+
+PAGE_SIZES = (1, 5, 8, 16, 64, 256)
+GROUPS = (1, 4, 5, 7, 8, 16)  # query heads a kv head
+HEAD_DIMS = ((64, None), (80, None), (192, 128), (256, None))  # beside 128
+
+PLAIN, CAUSAL = example("plain", "plain"), example("causal", "causal")
+LOCAL, SCALES = example("gemma2", "gemma2_local"), example("kv_scales", "key_scales")
+SINK, GATED = example("gpt_oss", "gpt_oss_sliding"), example("gated_output", "gated_output")
+
+BY_PAGE = {p: Served(CAUSAL, p) for p in PAGE_SIZES}
+RAGGED = Served(CAUSAL, None)
+EXAMPLES = [Served(case) for case in example_cases()]
+# Where keys lie shows in a functor only through tensors over j; the rest is registers.
+ROWS_AND_RAGGED = [Served(case, p) for case in (LOCAL, SCALES, SINK, GATED) for p in (1, None)]
+HARD = [Served(hard(name)) for name in ("every_space", "positions", "nothing_but_sink")]
+DIMS = [
+    Served(example("causal", "causal", head_dim=qk, head_dim_vo=vo), p) for qk, vo in HEAD_DIMS for p in (16, 1)
+]  # fmt: skip
+HALF = Served(example("causal", "causal", dtype="f16"))
+
+
+def all_served() -> list[Served]:
+    """Each kernel once."""
+    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, HALF]
+    return list(dict.fromkeys(found))
+
+
+# ---------------------------------------------------------------------- lengths
+
+Lengths = list[tuple[int, int]]  # (qo_len, kv_len) of each request
+KINDS = ("decode", "verify", "chunked", "prefill", "mixed")
+
+
+def lengths_of(kind: str, longest: int, rng: np.random.Generator) -> Lengths:
+    """A batch of a kind; kv lengths up to `longest`, spread evenly over their orders of magnitude."""
+
+    def some() -> int:
+        return int(math.exp(rng.uniform(0, math.log(longest))))
+
+    def upto(low: int, high: int) -> int:
+        return int(rng.integers(low, high + 1))
+
+    if kind == "decode":
+        found = [(1, n) for n in (1, longest, *(some() for _ in range(7)))]
+    elif kind == "verify":
+        found = [(q, q + some()) for q in (2, 16, *(upto(2, 16) for _ in range(4)))]
+    elif kind == "chunked":
+        found = [(q, q + some()) for q in (128, *(upto(30, 300) for _ in range(3)))]
+    elif kind == "prefill":
+        found = [(n, n) for n in (1, 127, 129, upto(2, 64), upto(200, min(1000, max(longest, 200))))]
+    else:
+        found = [(1, some()), (1, longest), (upto(2, 16), 20 + some()), (200, 200 + some()), (300, 300)]
+        found += [(0, 50), (0, 0), (3, 0), (40, 7)]
+    return [found[i] for i in rng.permutation(len(found))]
+
+
+def zipf(batch: int, mean: int, seed: int = 0) -> list[int]:
+    """Lengths proportional to 1 / rank, in random order."""
+    weights = 1 / np.arange(1, batch + 1)
+    found = np.maximum(1, np.rint(weights / weights.sum() * mean * batch)).astype(int)
+    return np.random.default_rng(seed).permutation(found).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from attncc.runtime.artifact import Artifact, read_artifact
 from attncc.runtime.kernel import Kernel
 
 from .machine import Machine
-from .memory import GlobalMemory
+from .memory import GlobalMemory, Segment
 from .program import Fault, parse
 from .tma import TensorMap
 from .translate import Translator
@@ -64,11 +64,12 @@ class SimulatedDriver:
 
     device_type = "cpu"
 
-    def __init__(self, ptx: str, sm_count: int, seed: int, lockstep: bool):
+    def __init__(self, ptx: str, sm_count: int, seed: int = 0, lockstep: bool = True):
         self.translator, self.sms = translated(ptx), sm_count
         self.options: dict[str, Any] = {"seed": seed, "lockstep": lockstep}
         self.tensors: dict[str, torch.Tensor] = {}
         self.maps: list[tensor_map.TensorMap] = []
+        self.addresses: dict[str, int] = {}  # of the tensors behind the maps
         self.machine: Machine | None = None  # the last launch
 
     def sm_count(self, device: int) -> int:
@@ -95,30 +96,46 @@ class SimulatedDriver:
         number = {p["name"]: int.from_bytes(raw[p["name"]], "little") for p in params if p["kind"] in ("i32", "ptr")}
         memory = GlobalMemory()
         values: dict[str, bytes | TensorMap] = dict(raw)
-        for name in ("map_q", "map_k", "map_v", "map_o"):
-            values[name] = self.tensor(memory, name, raw[name])
-        out_address = int.from_bytes(raw["map_o"][:8], "little")
-        lse = None
-        if number["lse"]:
-            rows = number["qo_len"] * number["num_heads_batch"]
-            lse = memory.empty("lse", 4 * rows, base=number["lse"])
-        tickets = memory.put("tickets", process_memory(number["tickets"], 8), writable=True, base=number["tickets"])
+        finish = self.place(memory, values, number, function)
         for name, t in self.tensors.items():
             self.parameter(memory, f"t.{name}", t, number)
         self.machine = Machine(
             self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], **self.options
         )
         self.machine.launch()
-        if tickets.bytes.any():
-            raise Fault("the kernel leaves its tickets other than zero")
-        collect(values["map_o"], out_address)  # type: ignore[arg-type]
-        if lse is not None:
-            lse.read("f4", (lse.size // 4,))  # complains of what was not written
-            process_memory(lse.base, lse.size)[:] = lse.bytes
+        finish()
+
+    def place(
+        self, memory: GlobalMemory, values: dict[str, bytes | TensorMap], number: Mapping[str, int],
+        function: Mapping[str, Any],
+    ) -> Callable[[], None]:  # fmt: skip
+        """Put what the parameters point at into memory; what is returned looks at the results, and copies them back."""
+        for name in ("map_q", "map_k", "map_v", "map_o"):
+            values[name] = self.tensor(memory, name, values[name])  # type: ignore[arg-type]
+        out = values["map_o"]
+        lse = None
+        if number["lse"]:
+            rows = number["qo_len"] * number["num_heads_batch"]
+            lse = memory.empty("lse", 4 * rows, base=number["lse"])
+        tickets = memory.put("tickets", process_memory(number["tickets"], 8), writable=True, base=number["tickets"])
+
+        def finish() -> None:
+            if tickets.bytes.any():
+                raise Fault("the kernel leaves its tickets other than zero")
+            collect(
+                out.segment,
+                dict(zip("bhsd", zip(out.dims[::-1], (*out.strides[::-1], 2), strict=True), strict=True)),
+                self.addresses["map_o"],
+            )
+            if lse is not None:
+                collect_lse(lse, number["lse"])
+
+        return finish
 
     def tensor(self, memory: GlobalMemory, name: str, raw: bytes) -> TensorMap:
         """A map's tensor, copied to memory of its own: only TMA reaches it."""
         address, index = struct.unpack_from("<QQ", raw)
+        self.addresses[name] = address
         wanted = self.maps[index]
         if name == "map_o":
             segment = memory.empty(name, wanted.span)
@@ -131,20 +148,28 @@ class SimulatedDriver:
             return
         if number[name] != t.data_ptr():
             raise Fault(f"{name} points at {number[name]:#x}, the tensor is at {t.data_ptr():#x}")
-        elements = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        memory.put(name, process_memory(t.data_ptr(), elements * t.element_size()), base=t.data_ptr())
+        memory.put(name, process_memory(t.data_ptr(), span(t)), base=t.data_ptr())
 
 
-def collect(out: TensorMap, address: int) -> None:
-    """Copy an output to the process's memory, sparing the bytes between its rows.  Raises Fault unless every element
-    was written."""
-    segment, shape, steps = out.segment, out.dims[::-1], (*out.strides[::-1], out.itemsize)
-    at = sum(np.ix_(*(np.arange(n) * step for n, step in zip(shape, steps, strict=True))))
-    written = segment.written
+def span(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to past its last one."""
+    return (1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+
+
+def collect(out: Segment, dims: Mapping[str, tuple[int, int]], address: int) -> None:
+    """Copy an output to the process's memory, sparing the bytes between its rows.  `dims`: (count, bytes from one to
+    the next) along each dimension.  Raises Fault unless every element was written."""
+    at = sum(np.ix_(*(np.arange(n) * step for n, step in dims.values())))
+    written = out.written
     assert written is not None
     missing = np.argwhere(written[at] == 0)
     if missing.size:
-        first = dict(zip("bhsd", missing[0].tolist(), strict=True))
+        first = dict(zip(dims, missing[0].tolist(), strict=True))
         raise Fault(f"{len(missing)} of {at.size} elements of the output were never written, the first at {first}")
     mask = written.astype(bool)
-    process_memory(address, segment.size)[mask] = segment.bytes[mask]
+    process_memory(address, out.size)[mask] = out.bytes[mask]
+
+
+def collect_lse(lse: Segment, address: int) -> None:
+    lse.read("f4", (lse.size // 4,))  # complains of what was not written
+    process_memory(address, lse.size)[:] = lse.bytes

@@ -75,9 +75,13 @@ class GlobalMemory:
         self.bases: list[int] = []
         self.top = 0x7000_0000_0000
 
+    def room(self, size: int, like: int = 0) -> int:
+        """A fresh address for `size` bytes, aligned as `like` is."""
+        base, self.top = self.top + like % 256, self.top + (size + self.GAP + 4095) // 4096 * 4096
+        return base
+
     def _add(self, name, size, data, written, writable, base) -> Segment:
-        if base is None:
-            base, self.top = self.top, self.top + (size + self.GAP + 4095) // 4096 * 4096
+        base = self.room(size) if base is None else base
         segment = Segment(name, base, size, data, written, writable)
         k = bisect_right(self.bases, base)
         before, after = self.segments[k - 1 : k] if k else [], self.segments[k : k + 1]

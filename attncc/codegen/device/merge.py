@@ -14,9 +14,9 @@ from .epilogue import close_row
 from .functors import NEG_INF
 from .packed import word
 
-BAR_FREE, BAR_READY = 1, 2  # the exchange buffer: may be written, has been written
-BAR_STORED = 3  # all partial rows of an item lie in memory
-BAR_ARRIVED = 4  # ... 5: one a warpgroup
+BAR_FREE, BAR_READY, BAR_TAKEN = 1, 2, 3  # the exchange buffer: may be written, has been written, has been read
+BAR_STORED = 4  # all partial rows of an item lie in memory
+BAR_ARRIVED = 5  # ... 6: one a warpgroup
 
 
 def exchange_slice(exchange, k: int, t):
@@ -30,7 +30,8 @@ def quarter(acc, k: int):
 
 @cute.jit
 def hand_over(p: cutlass.Constexpr, acc_o, state, exchange, sums, used, t: Int32):
-    """The second warpgroup's state, through shared memory."""
+    """The second warpgroup's state, through shared memory: the store buffer of both, free once the first one has come
+    to this item.  Nobody may write there again before BAR_TAKEN."""
     each = p.stage_vo // 8
     for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
         cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
@@ -53,7 +54,7 @@ def pack4(*values):
 
 @cute.jit
 def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: Int32):
-    """The first warpgroup's state becomes that of both.  The buffer stays taken."""
+    """The first warpgroup's state becomes that of both."""
     each = p.stage_vo // 8
     mine, theirs = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     mine.fill(1.0)
@@ -76,8 +77,8 @@ def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: I
                 here = quarter(acc_o, r * each + k)
                 for e in cutlass.range_constexpr(4):
                     here[e] = here[e] * mine[e // 2] + other[e] * theirs[e // 2]
-        if const_expr(r + 1 < p.tile_vo // p.stage_vo):
-            cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+        last = r + 1 == p.tile_vo // p.stage_vo
+        cute.arch.barrier_arrive(barrier_id=BAR_TAKEN if last else BAR_FREE, number_of_threads=256)
 
 
 # ------------------------------------------------------------------------------------- across CTAs

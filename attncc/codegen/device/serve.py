@@ -22,14 +22,14 @@ from .forward import Block, issue_scores, issue_values, weights
 from .gather import place
 from .kv_pages import GATHER_WRITERS, Cache, stream_keys, stream_queries
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
-from .merge import BAR_FREE, BAR_STORED, arrive, hand_over, merge_pieces, receive, store_partial
+from .merge import BAR_FREE, BAR_STORED, BAR_TAKEN, arrive, hand_over, merge_pieces, receive, store_partial
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
 from .ring import Ring, advance, is_lead, open_ring, release, release_for, warp_uniform
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
 
 NUM_SIZES = 8  # i32 parameters before the variant's own
-BAR_TAIL = 6  # ... 7: one a warpgroup
+BAR_TAIL = 10  # ... 11: one a warpgroup
 
 
 def ring_place(stages: int, at):
@@ -130,15 +130,6 @@ def attend(
 
 
 @cute.jit
-def catch_up(p: cutlass.Constexpr, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, start: Int32, count: Int32):
-    """Wait for the blocks of the item that the other warpgroup took: a barrier tells phases apart by parity alone, so
-    whoever waits must not skip one.  (All but the last of each slot are known to be over.)"""
-    for ring in (k_ring, v_ring):
-        for n in cutlass.range(cutlass.max(count - ring.stages, 0), count, unroll=1):
-            wait_block(ring, start + n)
-
-
-@cute.jit
 def conclude(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags,
     t: Int32, w: Int32, local: Int32,
@@ -231,14 +222,22 @@ def consume(
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
 
     start, qs, qph, it, iph = (Int32(0) for _ in range(5))
-    if w == 0:
-        cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+    side = Int32(0)
+    owed = Boolean(False)  # the second warpgroup has handed over, and not yet seen that it was read
     cute.arch.mbarrier_wait(item_ring.full + it, iph)
     item = peek(Work, items, it)
     live = item.live != 0
     while live:
         split = item.split != 0
         tile = open_item(p, fn, item, cutlass.select_(split, Int32(0), 64 * w) + r_in, lists, sizes)
+        if split & (w == 0):
+            cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
+        # A barrier tells phases apart by parity alone: before it waits for a slot that the other warpgroup used, this
+        # one must know that its use is over.  (The first knows when it has received.)
+        if owed & ((not split) | ((start & 1) != side)):
+            cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
+            owed = Boolean(False)
+        side = start & 1
         reset(p, state, tile)
         acc_o.fill(0.0)
         q_slot = qs * p.warpgroups + w
@@ -252,8 +251,6 @@ def consume(
             )
         release(q_ring, q_slot, lead)
         qs, qph = advance(p.q_stages, qs, qph)
-        if split:
-            catch_up(p, k_ring, v_ring, start, count)
         start = start + count
         # read and opened again: what the item says is not kept in registers through the loop
         item = peek(Work, items, it)
@@ -261,25 +258,23 @@ def consume(
         local = cutlass.select_(split, Int32(0), 64 * w)
         tile = open_item(p, fn, item, local + r_in, lists, sizes)
         used = r_in < item.rows
+        if owed:
+            cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
+        owed = Boolean(split & (w == 1))
         if split:
             if w == 1:
                 hand_over(p, acc_o, state, exchange, sums, used, t)
             else:
                 receive(p, acc_o, state, tile, exchange, sums, used, t)
-        else:
-            if w == 1:
-                cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
-        if (not split) | (w == 0):
+        if not owed:
             conclude(p, fn, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
-        if w == 0:
-            cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
         release(item_ring, it, lead)
         it, iph = advance(item_ring.stages, it, iph)
         cute.arch.mbarrier_wait(item_ring.full + it, iph)
         item = peek(Work, items, it)
         live = item.live != 0
-    if w == 1:
-        cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)  # takes the permission nobody used
+    if owed:
+        cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
 
 
 @cute.kernel

@@ -10,8 +10,8 @@ from .config import analysed
 LEAVES = frozenset(("i0", "i1", "qo_len", "kv_len"))  # what a planner knows of some rows of a request
 # on i32 and bool alone: float32 in a planner need not round as a kernel does
 OPS = frozenset((
-    "add", "sub", "mul", "min", "max", "floordiv", "mod", "pow", "neg", "abs", "lt", "le", "eq", "ne", "and", "or",
-    "not", "select", "bit",
+    "add", "sub", "mul", "min", "max", "floordiv", "mod", "neg", "abs", "lt", "le", "eq", "ne", "and", "or", "not",
+    "select",
 ))  # fmt: skip
 MAX_NODES = 500  # of an expression written out
 FAR = 2**27  # no position is: tile ranges clamp with such numbers

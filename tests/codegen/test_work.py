@@ -21,10 +21,9 @@ from attncc.ir.ranges_eval import evaluate
 CASES = [*example_cases(), *odd_cases()]
 UNARY: dict[str, Any] = {"neg": np.negative, "abs": np.abs, "not": np.logical_not}
 BINARY: dict[str, Any] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "pow": np.power,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum,
     "floordiv": np.floor_divide, "mod": np.mod, "lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal,
     "and": np.logical_and, "or": np.logical_or,
-    "bit": lambda word, n: (n >= 0) & (n < 32) & ((word >> np.clip(n, 0, 31)) & 1 == 1),
 }  # fmt: skip
 
 

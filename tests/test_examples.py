@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -87,3 +88,41 @@ def test_scripts_run(script: Path, tmp_path: Path, kernel_cache: Path) -> None:
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert run.stdout and not run.stderr
+
+
+class ReferenceAttention:
+    """What a serving loop needs of BatchAttention, by the reference; `wrong` changes each plan."""
+
+    def __init__(self, head_dim: int, wrong: Any = None):
+        self.oracle = compiler.reference(ROOT / "examples" / "causal.attn", variant="causal", head_dim=head_dim)
+        self.wrong = wrong or (lambda *table: table)
+
+    def plan(self, *table: torch.Tensor) -> None:
+        self.table = self.wrong(*table)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return self.oracle.paged(q, kv, *self.table).to(q.dtype)
+
+
+@torch.inference_mode()
+def test_the_serving_loop_gives_the_tokens_of_the_model_without_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, without its graph; and it notices where a page or a key is not the right one."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    loop = importlib.import_module("decode_loop")
+    small = {"LAYERS": 2, "WIDTH": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "VOCABULARY": 50, "CHUNK": 8}
+    for name, value in {**small, "PAGE_SIZE": 4}.items():
+        monkeypatch.setattr(loop, name, value)
+    torch.manual_seed(5)
+    prompts = [torch.randint(50, (n,)).tolist() for n in (1, 8, 21, 30)]
+
+    def worst(wrong: Any = None) -> float:
+        model = loop.Model("cpu", torch.float32)
+        server = loop.Server(model, loop.PagedCache(model, 4, 40), ReferenceAttention(16, wrong))
+        first = server.prefill(prompts)
+        following, _ = server.decode(first, 5)
+        tokens = torch.cat([first[None], following]).T.tolist()
+        return max(loop.surprise(model, p, t) for p, t in zip(prompts, tokens, strict=True))
+
+    assert worst() < 1e-3
+    assert worst(lambda qo, pages, ids, last: (qo, pages, ids.flip(0), last)) > 0.2
+    assert worst(lambda qo, pages, ids, last: (qo, pages, ids, (last - 1).clamp(min=1))) > 0.2

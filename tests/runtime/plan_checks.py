@@ -31,7 +31,7 @@ from attncc.runtime.plan import (
 
 def make_shape(**changes) -> Shape:
     usual = dict(
-        num_qo_heads=8, num_kv_heads=2, head_dim_vo=64, tile_q=128, tile_kv=64, page_size=16, sm_count=8,
+        num_qo_heads=4, num_kv_heads=2, head_dim_vo=64, tile_q=128, tile_kv=64, page_size=16, sm_count=8,
         max_batch_size=64, max_qo_rows=4096, partial_rows=4096, kv_bytes=256,
     )  # fmt: skip
     return Shape(**{**usual, **changes})

@@ -1,0 +1,118 @@
+"""The manifest's "visible": between which positions a tile's rows can see keys, evaluated when a batch is planned.
+
+An expression is nested lists, `["add", x, y]`, `["leaf", "i0"]`, `["const", 1]`, `["param", "window"]`.  i32 and bool
+only, wrapping as the kernel's do: an end that asks for anything else (a tensor, float32, whose last bit might differ
+from the kernel's, a scalar not given) is unknown, and the plan then goes to the end of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+LEAVES = ("i0", "i1", "qo_len", "kv_len")
+OPS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
+    "neg": (1, np.negative), "abs": (1, np.abs), "not": (1, np.logical_not),
+    "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply),
+    "min": (2, np.minimum), "max": (2, np.maximum), "floordiv": (2, np.floor_divide), "mod": (2, np.mod),
+    "lt": (2, np.less), "le": (2, np.less_equal), "eq": (2, np.equal), "ne": (2, np.not_equal),
+    "and": (2, np.logical_and), "or": (2, np.logical_or), "select": (3, np.where),
+}  # fmt: skip
+
+Range = tuple[np.ndarray, np.ndarray]
+Bounds = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Range]
+
+
+class Visible:
+    """Both ends, compiled once.  `bind(scalars)` gives what `plan` takes as `visible`."""
+
+    def __init__(self, spec: Mapping[str, Any]):
+        """`spec`: the manifest's {"lo": expression or null, "hi": expression or null}."""
+        self._code = _Code()
+        self._lo, self._hi = (None if spec[end] is None else self._code.number(spec[end]) for end in ("lo", "hi"))
+
+    def bind(self, scalars: Mapping[str, Any]) -> Bounds | None:
+        """(i0, i1, qo_len, kv_len) -> [lo, hi), int64 within [0, kv_len], for these values of the variant's scalars
+        (and of leaves that are the same for all tiles, such as group_size).  None where both ends are unknown."""
+        given = {name: known for name, x in scalars.items() if (known := _known(x)) is not None}
+        lo, hi = (None if end is None else self._code.needed(end, given) for end in (self._lo, self._hi))
+        if lo is None and hi is None:
+            return None
+        run = self._code.run
+
+        def bounds(i0: np.ndarray, i1: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray) -> Range:
+            arrays = (x.astype(np.int32) for x in (i0, i1, qo_len, kv_len))
+            values: dict[Any, np.ndarray] = {**given, **dict(zip(LEAVES, arrays, strict=True))}
+            with np.errstate(all="ignore"):
+                first = None if lo is None else run(lo, values)
+                last = None if hi is None else run(hi, values)
+            zero = np.zeros_like(kv_len)
+            return (
+                zero if first is None else np.minimum(np.maximum(first, zero), kv_len),
+                kv_len if last is None else np.minimum(np.maximum(last, zero), kv_len),
+            )
+
+        return bounds
+
+
+def _known(x: Any) -> np.ndarray | None:
+    """A scalar as the array of one element that arithmetic wraps on; None for what is no i32 or bool."""
+    if isinstance(x, (bool, np.bool_)):
+        return np.array([x], bool)
+    if isinstance(x, (int, np.integer)) and -(2**31) <= x < 2**31:
+        return np.array([x], np.int32)
+    return None
+
+
+class _Code:
+    """Expressions as a list of distinct steps, operands before what uses them."""
+
+    def __init__(self) -> None:
+        self._steps: list[tuple[str, Any]] = []
+        self._numbers: dict[tuple[str, Any], int] = {}
+
+    def number(self, expr: Any) -> int:
+        """The step that is the value of `expr`."""
+        op, *rest = expr
+        if op in OPS and len(rest) == OPS[op][0]:
+            step = (op, tuple(map(self.number, rest)))
+        elif op in ("leaf", "param") and len(rest) == 1:
+            step = ("name", str(rest[0]))
+        elif op == "const" and len(rest) == 1 and _known(rest[0]) is not None:
+            step = ("const", (type(rest[0]), rest[0]))
+        else:
+            step = ("unknown", None)
+        if step not in self._numbers:
+            self._numbers[step] = len(self._steps)
+            self._steps.append(step)
+        return self._numbers[step]
+
+    def needed(self, end: int, given: Mapping[str, Any]) -> list[int] | None:
+        """The steps that step `end` needs, in order; None where one of them is unknown."""
+        needed, todo = set(), [end]
+        while todo:
+            n = todo.pop()
+            if n in needed:
+                continue
+            needed.add(n)
+            op, rest = self._steps[n]
+            if op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
+                return None
+            if op in OPS:
+                todo += rest
+        return sorted(needed)
+
+    def run(self, steps: list[int], values: dict[Any, np.ndarray]) -> np.ndarray:
+        """The value of the last of `steps`.  Values of steps stay in `values`, by number, for the other end."""
+        for n in steps:
+            if n not in values:
+                op, rest = self._steps[n]
+                if op == "name":
+                    values[n] = values[rest]
+                elif op == "const":
+                    values[n] = np.array([rest[1]], np.int32 if rest[0] is int else bool)
+                else:
+                    values[n] = OPS[op][1](*[values[x] for x in rest])
+        return values[steps[-1]]

@@ -98,10 +98,10 @@ class _Code:
                 continue
             needed.add(n)
             op, rest = self._steps[n]
-            if op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
-                return None
             if op in OPS:
-                todo += rest
+                todo.extend(rest)
+            elif op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
+                return None
         return sorted(needed)
 
     def run(self, steps: list[int], values: dict[Any, np.ndarray]) -> np.ndarray:

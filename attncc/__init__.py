@@ -11,10 +11,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["AttnError", "__version__", "append_kv", "compile", "load", "merge_state_list", "merge_states", "reference"]
+__all__ = [
+    "AttnError", "BatchAttention", "__version__", "append_kv", "compile", "load", "merge_state_list", "merge_states",
+    "reference",
+]  # fmt: skip
 
 _HOMES = {
     "AttnError": "attncc.diagnostics",
+    "BatchAttention": "attncc.runtime.batch",
     "append_kv": "attncc.runtime.append",
     "compile": "attncc.compiler",
     "load": "attncc.compiler",
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from attncc.compiler import compile, load, reference
     from attncc.diagnostics import AttnError
     from attncc.runtime.append import append_kv
+    from attncc.runtime.batch import BatchAttention
     from attncc.runtime.states import merge_state_list, merge_states
 
 

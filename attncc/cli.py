@@ -123,13 +123,16 @@ class BuildOptions:
     head_dim_vo: int | None = None
     dtype: str = "bf16"
     arch: str = "sm_90a"
+    layout: str = "dense"
+    page_size: int | None = None
     const: dict[str, object] = field(default_factory=dict)
 
     def for_variant(self, variant: Variant) -> dict[str, Any]:
         """Keyword arguments for the compiler: the const values that `variant` has, in their declared types."""
         return {
             "variant": variant.name, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
-            "dtype": self.dtype, "const": _own_values(variant, self.const, const=True),
+            "dtype": self.dtype, "layout": self.layout, "page_size": self.page_size,
+            "const": _own_values(variant, self.const, const=True),
         }  # fmt: skip
 
 
@@ -139,10 +142,10 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
-        kv_dtype, layout, page_size = (given.pop(name) for name in ("kv_dtype", "layout", "page_size"))
-        names = ("head_dim", "head_dim_vo", "dtype", "arch")
+        kv_dtype = given.pop("kv_dtype")
+        names = ("head_dim", "head_dim_vo", "dtype", "arch", "layout", "page_size")
         options = BuildOptions(**{name: given.pop(name) for name in names}, const=dict(given.pop("const")))
-        _refuse_unsupported(options, kv_dtype, layout, page_size)
+        _refuse_unsupported(options, kv_dtype)
         command(options=options, **given)
 
     for option in reversed([
@@ -155,7 +158,7 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--kv-dtype", type=click.Choice(["bf16", "f16", "e4m3"]),
                      help="Type of k and v; for now it must be --dtype."),
         click.option("--layout", type=click.Choice(LAYOUTS), default="dense", show_default=True,
-                     help="How requests lie in memory; for now dense only."),
+                     help="How requests lie in memory; ragged and paged kernels are for BatchAttention."),
         click.option("--page-size", type=int, metavar="N", help="Rows of a page, with --layout paged."),
         click.option("--arch", type=click.Choice(ARCHITECTURES), default="sm_90a", show_default=True, help="Target."),
         click.option("--const", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
@@ -165,16 +168,22 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None, layout: str, page_size: int | None) -> None:
+def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None) -> None:
     if kv_dtype not in (None, options.dtype):
         raise click.ClickException(
             f"--kv-dtype {kv_dtype}: keys and values of another type than q are not supported yet; "
             f"what works: --kv-dtype {options.dtype}"
         )
-    if layout != "dense":
-        raise click.ClickException(f"--layout {layout}: not supported yet; what works: --layout dense")
-    if page_size is not None:
-        raise click.ClickException("--page-size: goes with --layout paged, which is not supported yet")
+    if options.layout == "paged" and options.page_size is None:
+        raise click.ClickException("--layout paged: expected --page-size N, the rows of a page")
+    if options.layout != "paged" and options.page_size is not None:
+        raise click.ClickException("--page-size: goes with --layout paged")
+
+
+def _refuse_served(options: BuildOptions, command: str) -> None:
+    """`run` and `bench` make dense batches."""
+    if options.layout != "dense":
+        raise click.ClickException(f"--layout {options.layout}: {command} takes --layout dense only, others are built")
 
 
 def _own_values(variant: Variant, given: dict[str, object], *, const: bool | None) -> dict[str, object]:
@@ -370,6 +379,7 @@ def run(
 
     Tensor parameters are random too.  Exits with 1 where the result is wrong.
     """
+    _refuse_served(options, "run")
     source, variants = target.load()
     given = dict(settings)
     _check_names(variants, options.const, "--const", const=True)
@@ -480,6 +490,7 @@ def bench(
 
     cuDNN computes plain full or causal attention whatever the variant: it is a yardstick, FlexAttention a rival.
     """
+    _refuse_served(options, "bench")
     source, variants = target.load()
     given = dict(settings)
     _check_names(variants, options.const, "--const", const=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from attncc.runtime.kernel import Kernel
 
 DTYPES = {"bf16": "bf16", "f16": "f16", "torch.bfloat16": "bf16", "torch.float16": "f16"}
-LAYOUTS, ARCHITECTURES = ("dense",), ("sm_90a",)
+LAYOUTS, ARCHITECTURES = ("dense", "ragged", "paged"), ("sm_90a",)
 STAGES = ("ast", "ir", "py", "ptx", "sass")
 MAX_HEAD_DIM = 256
+MAX_PAGE_SIZE = 1 << 20  # rows
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,14 @@ class Options:
     head_dim_vo: int
     dtype: str
     layout: str
+    page_size: int | None  # rows of a page, where the layout is paged
     arch: str
     const: Mapping[str, int | float | bool]
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel in the artifact."""
+        return "forward" if self.layout == "dense" else "serve"
 
 
 # ---------------------------------------------------------------------- what users call
@@ -48,25 +55,32 @@ class Options:
 
 def compile(
     source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
-    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense", arch: str = "sm_90a",
+    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense",
+    page_size: int | None = None, arch: str = "sm_90a",
 ) -> Kernel:  # fmt: skip
     """The kernel of a variant, from the cache where it was built before.
 
     `source`: .attn text where it contains a newline, else a path.  `variant` may be left out for a file with one.
     `head_dim` of q and k, `head_dim_vo` of v and out (default: the same): multiples of 8 up to 256.  `dtype`:
-    torch.bfloat16 or torch.float16 (or "bf16", "f16").  `const`: values of const parameters.
+    torch.bfloat16 or torch.float16 (or "bf16", "f16").  `const`: values of const parameters.  `layout`: what is
+    built now, "dense", or for BatchAttention "ragged" or "paged" with pages of `page_size` rows; the others are built
+    when they are asked for.
 
     Raises AttnError for what is wrong with the source or can't be done on the target, ValueError and TypeError for
     the other arguments.
     """
-    options = _options(head_dim, head_dim_vo, dtype, const, layout, arch)
+    options = _options(head_dim, head_dim_vo, dtype, const, layout, page_size, arch)
     src = _source(source)
     key = _key(src, variant, options)
     kernel = _kernels.get(key)
     if kernel is None:
         from attncc.runtime.kernel import Kernel
 
-        kernel = _kernels.setdefault(key, Kernel(_artifact(key, src, variant, options)))
+        def build(layout: str, page_size: int | None) -> Artifact:
+            """The same variant for another layout."""
+            return _artifact(src, variant, replace(options, layout=layout, page_size=page_size))
+
+        kernel = _kernels.setdefault(key, Kernel(_artifact(src, variant, options), build=build))
     return kernel
 
 
@@ -83,12 +97,12 @@ def load(path: str | Path) -> Kernel:
 
 def reference(
     source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
-    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense", arch: str = "sm_90a",
-    compute_dtype: Any = None,
+    dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense",
+    page_size: int | None = None, arch: str = "sm_90a", compute_dtype: Any = None,
 ) -> Reference:  # fmt: skip
     """The oracle: the variant as a plain function in float64 (or `compute_dtype`) on tensors of any float dtype,
     anywhere.  Takes the arguments of `compile`; honours every feature of the language and every layout (`.ragged`,
-    `.paged`), whatever `layout` and `arch` say.  Raises as `compile` does."""
+    `.paged`), whatever `layout`, `page_size` and `arch` say.  Raises as `compile` does."""
     import torch
 
     from attncc.ir.reference import Reference
@@ -101,7 +115,7 @@ def reference(
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
     )  # fmt: skip
     # refuses what a build would: a const that makes a divisor 0
-    specialized(chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, arch, values))
+    specialized(chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, page_size, arch, values))
     return made
 
 
@@ -139,7 +153,8 @@ def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig
 
     refuse(variant)
     chosen = config.choose(
-        variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype
+        variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype,
+        layout=options.layout, page_size=options.page_size,
     )  # fmt: skip
     return emit.emit(variant, chosen), chosen
 
@@ -158,10 +173,10 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     return _manifest(src, written, special, options, result["kernel"]), result["files"]
 
 
-def _artifact(key: str, src: Source, variant: str | None, options: Options) -> Artifact:
+def _artifact(src: Source, variant: str | None, options: Options) -> Artifact:
     from attncc import cache
 
-    return cache.get_or_build(key, lambda: built(src, variant, options))
+    return cache.get_or_build(_key(src, variant, options), lambda: built(src, variant, options))
 
 
 def build_artifact(source: str | Path | Source, out_dir: str | Path, *, variant: str | None = None, **options: Any):
@@ -171,7 +186,7 @@ def build_artifact(source: str | Path | Source, out_dir: str | Path, *, variant:
 
     src, chosen = _source(source), _options(**_with_defaults(options))
     check_output(out_dir)
-    found = _artifact(_key(src, variant, chosen), src, variant, chosen)
+    found = _artifact(src, variant, chosen)
     manifest = {**found.manifest, "variant": {**found.manifest["variant"], "path": src.name}}
     del manifest["key"]
     return write_artifact(out_dir, manifest, {name: (found.path / name).read_bytes() for name in manifest["files"]})
@@ -192,12 +207,12 @@ def show(source: str | Path | Source, stage: str, *, variant: str | None = None,
         from attncc.ir.text import print_variant
 
         return print_variant(special)
-    found = _artifact(_key(src, variant, chosen), src, variant, chosen)
+    found = _artifact(src, variant, chosen)
     if stage == "ptx":
-        return (found.path / "forward.ptx").read_text(encoding="utf-8")
+        return (found.path / f"{chosen.kernel}.ptx").read_text(encoding="utf-8")
     from attncc.codegen.cubin import disassemble
 
-    return disassemble(found.cubins["forward"])
+    return disassemble(found.cubins[chosen.kernel])
 
 
 def show_ast(source: str | Path | Source, variant: str | None = None) -> str:
@@ -226,7 +241,8 @@ def _source(source: str | Path | Source) -> Source:
 
 
 def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    defaults = {"head_dim_vo": None, "dtype": "bf16", "const": None, "layout": "dense", "arch": "sm_90a"}
+    defaults = {"head_dim_vo": None, "dtype": "bf16", "const": None, "layout": "dense",
+                "page_size": None, "arch": "sm_90a"}  # fmt: skip
     for name in options:
         if name != "head_dim" and name not in defaults:
             raise TypeError(f"{name}: unknown option; there are head_dim, {', '.join(defaults)}")
@@ -235,7 +251,9 @@ def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return {**defaults, **options}
 
 
-def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, arch: Any) -> Options:
+def _options(
+    head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, page_size: Any, arch: Any
+) -> Options:  # fmt: skip
     """Checked options.  Raises ValueError and TypeError naming the argument."""
     dims = _dims(head_dim, head_dim_vo)
     for name, value in dims.items():
@@ -245,8 +263,27 @@ def _options(head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: An
         raise ValueError(f"dtype: expected torch.bfloat16 or torch.float16 (or 'bf16', 'f16'), found {dtype}")
     for name, value, works in (("layout", layout, LAYOUTS), ("arch", arch, ARCHITECTURES)):
         if value not in works:
-            raise ValueError(f"{name}: {value!r} is not supported yet; what works: {', '.join(map(repr, works))}")
-    return Options(dims["head_dim"], dims["head_dim_vo"], DTYPES[str(dtype)], layout, arch, _const_values(const))
+            raise ValueError(f"{name}: expected one of {', '.join(map(repr, works))}, found {value!r}")
+    return Options(
+        dims["head_dim"], dims["head_dim_vo"], DTYPES[str(dtype)], layout, _page_size(layout, page_size), arch,
+        _const_values(const),
+    )  # fmt: skip
+
+
+def _page_size(layout: str, page_size: Any) -> int | None:
+    """Rows of a page: given where the layout is paged, and only there."""
+    if layout != "paged":
+        if page_size is not None:
+            raise ValueError(f"page_size: expected none with layout {layout!r}, found {page_size!r}")
+        return None
+    if page_size is None:
+        raise ValueError("page_size: expected the rows of a page, since layout is 'paged', found none")
+    if not isinstance(page_size, numbers.Integral) or isinstance(page_size, bool):
+        raise TypeError(f"page_size: expected an int, found {type(page_size).__name__}")
+    rows = int(page_size)
+    if not 1 <= rows <= MAX_PAGE_SIZE:
+        raise ValueError(f"page_size: expected 1 to {MAX_PAGE_SIZE}, found {rows}")
+    return rows
 
 
 def _dims(head_dim: Any, head_dim_vo: Any) -> dict[str, int]:
@@ -334,6 +371,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     from attncc.codegen.config import DSL_VERSION
     from attncc.ir.text import print_variant
 
+    served = {} if options.layout == "dense" else {"page_size": options.page_size, "visible": _visible(special)}
     return {
         "attncc": __version__, "dsl": DSL_VERSION, "arch": options.arch,
         "variant": {
@@ -341,7 +379,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
             "sha256": hashlib.sha256(src.text.encode()).hexdigest(), "ir": print_variant(special),
         },
         "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "dtype": options.dtype,
-        "layout": options.layout, "scan": written.scan.kind,
+        "layout": options.layout, **served, "scan": written.scan.kind,
         "const": {p.name: p.default for p in special.scalars if p.const},  # specialize left the values there
         "scalars": [
             {"name": p.name, "type": p.type.elem, "default": p.default} for p in written.scalars if not p.const
@@ -349,5 +387,12 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
         "tensors": [
             {"name": t.name, "dims": list(t.dims), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
         ],
-        "kernels": {"forward": kernel},
+        "kernels": {options.kernel: kernel},
     }  # fmt: skip
+
+
+def _visible(special: Variant) -> dict[str, Any] | None:
+    """Which keys a run of rows can see, for `plan` to leave out the others."""
+    from attncc.codegen import work
+
+    return work.visible(special)

@@ -142,19 +142,26 @@ def test_show_grad_is_refused_clearly() -> None:
                              "what works: --kv-dtype bf16"),
     (["--kv-dtype", "f16"], "what works: --kv-dtype bf16"),
     (["--dtype", "f16", "--kv-dtype", "bf16"], "what works: --kv-dtype f16"),
-    (["--layout", "paged"], "--layout paged: not supported yet; what works: --layout dense"),
-    (["--layout", "ragged"], "--layout ragged: not supported yet; what works: --layout dense"),
-    (["--page-size", "16"], "--page-size: goes with --layout paged, which is not supported yet"),
+    (["--layout", "paged"], "--layout paged: expected --page-size N, the rows of a page"),
+    (["--layout", "paged", "--page-size", "0"], "page_size: expected 1 to 1048576, found 0"),
+    (["--layout", "ragged", "--page-size", "16"], "--page-size: goes with --layout paged"),
+    (["--page-size", "16"], "--page-size: goes with --layout paged"),
     (["--const", "cup=3"], "--const cup: no const parameter of that name; there is: cap"),
     (["--const", "window=3"], "--const window: no const parameter of that name; there is: cap"),
     (["--head-dim", "100"], "head_dim: expected a multiple of 8 from 8 to 256, found 100"),
     (["--head-dim", "264"], "found 264"),
     (["--const", "cap=true"], "cap"),
 ])  # fmt: skip
-def test_what_does_not_work_yet_is_refused(options: list[str], message: str, tmp_path: Path) -> None:
+def test_bad_options_are_refused(options: list[str], message: str, tmp_path: Path) -> None:
     result = attncc("build", GEMMA, "-j", "1", "-o", str(tmp_path / "out"), *options, code=1)
     assert message in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_run_and_bench_are_dense(command: str) -> None:
+    result = attncc(command, GEMMA, "--layout", "ragged", code=1)
+    assert f"--layout ragged: {command} takes --layout dense only" in result.stderr
 
 
 @pytest.mark.parametrize("options", [["--const", "cap"], ["--const", "cap=x"], ["--dtype", "f32"], ["--arch", "sm_80"]])

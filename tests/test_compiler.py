@@ -20,7 +20,7 @@ from attncc import compiler
 from attncc.diagnostics import AttnError, Source
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
-from fake_driver import GEOMETRY, FakeDriver, layout
+from fake_driver import GEOMETRY, SERVED_POINTERS, SERVED_SIZES, FakeDriver, layout
 
 ONE = """
 attention windowed(window: i32 = 7, cap: const f32 = 50.0, soft: const bool = false):
@@ -52,15 +52,21 @@ def builds(monkeypatch):
     def build(emitted, config, work_dir):
         assert os.path.isdir(work_dir)
         calls.append(emitted.name)
-        names = [(f"map_{x}", "tensormap") for x in "qkvo"] + [("lse", "ptr"), ("tickets", "ptr")]
-        names += [(x, "i32") for x in GEOMETRY] + list(emitted.params)
+        if config.served:
+            names = [("map_k", "tensormap"), ("map_v", "tensormap")]
+            names += [(x, "ptr") for x in SERVED_POINTERS] + [(x, "i32") for x in SERVED_SIZES]
+        else:
+            names = [(f"map_{x}", "tensormap") for x in "qkvo"] + [("lse", "ptr"), ("tickets", "ptr")]
+            names += [(x, "i32") for x in GEOMETRY]
+        names += list(emitted.params)
         kernel = {
-            "cubin": "forward.cubin", "entry": f"attncc_{emitted.name}_0", "params": layout(names),
+            "cubin": f"{config.name}.cubin", "entry": f"attncc_{emitted.name}_0", "params": layout(names),
             "block": [384, 1, 1], "smem": 1024, "registers": 168, "spill_bytes": 0, "tile_q": config.tile_q,
             "tile_kv": config.tile_kv, "stages": 2, "causal_like": config.dynamic, "build_seconds": 0.1,
             "tma": {f"map_{x}": {"box": [64, 64, 1, 1], "swizzle": 3} for x in "qkvo"},
+            "source": "tma", "chunk": 8,
         }  # fmt: skip
-        files = {"forward.cubin": emitted.text.encode(), "forward.ptx": b"// ptx", "functors.py": b""}
+        files = {f"{config.name}.cubin": emitted.text.encode(), f"{config.name}.ptx": b"// ptx", "functors.py": b""}
         return {"files": files, "kernel": kernel}
 
     module = ModuleType("attncc.codegen.build")
@@ -154,6 +160,35 @@ def test_what_changes_a_kernel_builds_another(builds, tmp_path):
     assert len(builds) == 6
 
 
+def test_a_kernel_is_built_for_the_layout_that_is_used(builds):
+    kernel = attncc.compile(ONE, head_dim=64, layout="paged", page_size=np.int64(8))
+    assert (kernel.manifest["layout"], kernel.manifest["page_size"], list(kernel.manifest["kernels"])) == (
+        "paged", 8, ["serve"],
+    )  # fmt: skip
+    assert set(kernel.manifest["visible"]) >= {"lo", "hi"}
+    assert attncc.compile(ONE, head_dim=64, layout="paged", page_size=8) is kernel
+    assert len(builds) == 1
+    assert kernel.serving("paged", 8).manifest == kernel.manifest
+    ragged = kernel.serving("ragged").manifest
+    assert (ragged["layout"], ragged["page_size"]) == ("ragged", None)
+    assert list(kernel.serving("dense").manifest["kernels"]) == ["forward"]
+    assert attncc.compile(ONE, head_dim=64).serving("paged", 8).cubins == kernel.serving("paged", 8).cubins
+    assert len(builds) == 3
+    assert attncc.compile(ONE, head_dim=64, layout="paged", page_size=16).manifest["page_size"] == 16
+
+
+def test_a_served_artifact(builds, tmp_path):
+    options = {"head_dim": 64, "layout": "paged", "page_size": 16}
+    compiler.build_artifact(ONE, tmp_path / "out", **options)
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "manifest.json", "serve.cubin", "serve.ptx", "functors.py",
+    }  # fmt: skip
+    assert attncc.load(tmp_path / "out").serving("paged", 16).manifest["page_size"] == 16
+    with pytest.raises(ValueError, match="attncc build --layout ragged"):
+        attncc.load(tmp_path / "out").serving("ragged")
+    assert compiler.show(ONE, "ptx", **options) == "// ptx"
+
+
 def test_threads_compile_once(builds):
     with ThreadPoolExecutor(4) as pool:
         kernels = list(pool.map(lambda _: attncc.compile(ONE, head_dim=64), range(8)))
@@ -186,9 +221,14 @@ def test_a_variant_is_chosen_by_name(builds):
         ({"dtype": torch.float32}, ValueError, "dtype: expected torch.bfloat16 or torch.float16 (or 'bf16', 'f16'), "
          "found torch.float32"),
         ({"dtype": "fp16"}, ValueError, "dtype: expected"),
-        ({"layout": "paged"}, ValueError, "layout: 'paged' is not supported yet; what works: 'dense'"),
-        ({"layout": "ragged"}, ValueError, "layout: 'ragged' is not supported yet"),
-        ({"arch": "sm_100a"}, ValueError, "arch: 'sm_100a' is not supported yet; what works: 'sm_90a'"),
+        ({"layout": "pagde"}, ValueError, "layout: expected one of 'dense', 'ragged', 'paged', found 'pagde'"),
+        ({"layout": "paged"}, ValueError, "page_size: expected the rows of a page, since layout is 'paged', "
+         "found none"),
+        ({"layout": "paged", "page_size": 0}, ValueError, "page_size: expected 1 to 1048576, found 0"),
+        ({"layout": "paged", "page_size": 16.0}, TypeError, "page_size: expected an int, found float"),
+        ({"layout": "ragged", "page_size": 16}, ValueError, "page_size: expected none with layout 'ragged', found 16"),
+        ({"page_size": 16}, ValueError, "page_size: expected none with layout 'dense', found 16"),
+        ({"arch": "sm_100a"}, ValueError, "arch: expected one of 'sm_90a', found 'sm_100a'"),
         ({"const": {"cpa": 1.0}}, ValueError, "const: 'cpa'"),
         ({"const": {"window": 1}}, ValueError, "const: 'window' is a run-time parameter"),
         ({"const": {"cap": "big"}}, TypeError, "const['cap']: expected an int, float or bool, found str"),

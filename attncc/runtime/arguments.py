@@ -10,7 +10,7 @@ import difflib
 import math
 import numbers
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -83,9 +83,12 @@ class Spec:
         )
 
 
+Space = list[tuple[str, int | None]]  # (label, length) of its dimensions; None: any length; for "pos" the least one
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one dense call."""
+    """The sizes of one dense call; `spaces` says what the index spaces of tensor parameters are in it."""
 
     batch: int
     qo_len: int
@@ -96,6 +99,14 @@ class Sizes:
     @property
     def group_size(self) -> int:
         return self.num_qo_heads // self.num_kv_heads if self.num_kv_heads else 1
+
+    @property
+    def spaces(self) -> dict[str, Space]:
+        return {
+            "b": [("b", self.batch)], "h": [("h", self.num_qo_heads)], "g": [("g", self.num_kv_heads)],
+            "iq": [("B", self.batch), ("qo_len", self.qo_len)], "j": [("B", self.batch), ("kv_len", self.kv_len)],
+            "pos": [("pos", self.kv_len)],
+        }  # fmt: skip
 
 
 # ---------------------------------------------------------------------- names
@@ -117,6 +128,24 @@ def refuse_names(spec: Spec, given: Iterable[str]) -> NoReturn:
     missing = [f"{s.name}: {s.type}" for s in spec.scalars if s.name not in given]
     missing += [str(t) for t in spec.tensors if t.name not in given]
     raise TypeError(f"{spec.name}: missing parameter{'s' if len(missing) > 1 else ''} {'; '.join(missing)}")
+
+
+class Parameters:
+    """Keyword arguments of a call, in the kernel's order."""
+
+    def __init__(self, spec: Spec):
+        self._spec = spec
+        self.scalars = tuple((s.name, scalar_check(s)) for s in spec.scalars)
+        self.tensors = tuple(t.name for t in spec.tensors)
+        self._defaults = {s.name: s.default for s in spec.scalars if s.default is not None}
+
+    def split(self, params: dict[str, Any]) -> tuple[list[int | float], tuple[Any, ...]]:
+        """(scalars, tensors), defaults filled in, scalars checked.  TypeError for a name that is unknown or missing."""
+        if self._defaults:
+            params = {**self._defaults, **params}
+        if params.keys() != self._spec.names:
+            refuse_names(self._spec, params)
+        return [convert(params[name]) for name, convert in self.scalars], tuple([params[n] for n in self.tensors])
 
 
 # ---------------------------------------------------------------------- scalars
@@ -197,21 +226,10 @@ def _found(value: Any) -> str:
 
 def check_inputs(spec: Spec, q: Any, k: Any, v: Any) -> Sizes:
     """Check q, k, v against the kernel and each other."""
-    for name, t, width in (("q", q, "head_dim_qk"), ("k", k, "head_dim_qk"), ("v", v, "head_dim_vo")):
-        rows = "qo_len, num_qo_heads" if name == "q" else "kv_len, num_kv_heads"
-        _plain(name, t)
-        if t.dim() != 4:
-            raise ValueError(f"{name}: expected rank 4, [B, {rows}, {width}], found {_shape(t)}")
-        _on_device(name, t, spec, q.device if isinstance(q, torch.Tensor) else None)
-        if t.dtype != spec.dtype:
-            wanted = f"{_dtype(spec.dtype)} (what the kernel was compiled for)"
-            raise TypeError(f"{name}: expected dtype {wanted}, found {_dtype(t.dtype)}")
-        if t.shape[3] != getattr(spec, width):
-            raise ValueError(
-                f"{name}: expected {width} {getattr(spec, width)} (what the kernel was compiled for) in the last "
-                f"dimension, found {_shape(t)}"
-            )
-        _contiguous_rows(name, t)
+    where = q.device if isinstance(q, torch.Tensor) else None
+    check_input("q", q, ("B", "qo_len", "num_qo_heads", "head_dim_qk"), spec, where)
+    check_input("k", k, ("B", "kv_len", "num_kv_heads", "head_dim_qk"), spec, where)
+    check_input("v", v, ("B", "kv_len", "num_kv_heads", "head_dim_vo"), spec, where)
     if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
         name, t = ("k", k) if k.shape[0] != q.shape[0] else ("v", v)
         raise ValueError(f"{name}: expected batch {q.shape[0]} as in q, found {_shape(t)}")
@@ -228,6 +246,35 @@ def check_inputs(spec: Spec, q: Any, k: Any, v: Any) -> Sizes:
         if value > I32_MAX:
             raise ValueError(f"{name}: expected sizes below 2³¹, found {value}")
     return Sizes(q.shape[0], q.shape[1], k.shape[1], heads, kv_heads)
+
+
+def check_input(
+    name: str, t: Any, dims: Sequence[str], spec: Spec, device: torch.device | None, as_what: str = "q is"
+) -> None:  # fmt: skip
+    """Check what q, k and v must be in any layout; `dims` names their dimensions, the last of them a head dim."""
+    _plain(name, t)
+    if t.dim() != len(dims):
+        raise ValueError(f"{name}: expected rank {len(dims)}, [{', '.join(dims)}], found {_shape(t)}")
+    _on_device(name, t, spec, device, as_what)
+    if t.dtype != spec.dtype:
+        wanted = f"{_dtype(spec.dtype)} (what the kernel was compiled for)"
+        raise TypeError(f"{name}: expected dtype {wanted}, found {_dtype(t.dtype)}")
+    width = dims[-1]
+    if t.shape[-1] != getattr(spec, width):
+        raise ValueError(
+            f"{name}: expected {width} {getattr(spec, width)} (what the kernel was compiled for) in the last "
+            f"dimension, found {_shape(t)}"
+        )
+    _contiguous_rows(name, t)
+
+
+def check_return_lse(spec: Spec, return_lse: Any, lse: Any) -> None:
+    """Check that an lse which is asked for can be had."""
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"return_lse: expected a bool, found {type(return_lse).__name__}")
+    if spec.scan == "none" and (return_lse or lse is not None):
+        name = "return_lse" if return_lse else "lse"
+        raise ValueError(f"{name}: expected none, since {spec.name} has scan = none: its weights have no lse")
 
 
 def check_output(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: Spec, device: Any) -> None:
@@ -247,8 +294,8 @@ def check_output(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, 
         inner = stride * (size - 1) + inner
 
 
-def check_tensor(param: TensorParam, t: Any, sizes: Sizes, spec: Spec, device: Any) -> None:
-    """Check a tensor parameter: its shape is its index spaces in the dense layout."""
+def check_tensor(param: TensorParam, t: Any, sizes: Any, spec: Spec, device: Any) -> None:
+    """Check a tensor parameter: its shape is its index spaces in the call's layout (`sizes.spaces`)."""
     _plain(param.name, t)
     labels = expand(param, sizes, spec)
     fits = t.dim() == len(labels) and all(
@@ -273,18 +320,9 @@ def check_tensor(param: TensorParam, t: Any, sizes: Sizes, spec: Spec, device: A
             )
 
 
-def expand(param: TensorParam, sizes: Sizes, spec: Spec) -> list[tuple[str, int | None]]:
-    """(label, length) of every dimension of the argument; None: any length; for "pos" the least one."""
-    spaces: dict[str | int, list[tuple[str, int | None]]] = {
-        "b": [("b", sizes.batch)],
-        "h": [("h", sizes.num_qo_heads)],
-        "g": [("g", sizes.num_kv_heads)],
-        "iq": [("B", sizes.batch), ("qo_len", sizes.qo_len)],
-        "j": [("B", sizes.batch), ("kv_len", sizes.kv_len)],
-        "pos": [("pos", sizes.kv_len)],
-        "d": [("d", spec.head_dim_qk)],
-        "e": [("e", spec.head_dim_vo)],
-    }
+def expand(param: TensorParam, sizes: Any, spec: Spec) -> Space:
+    """The dimensions of the argument, index spaces as `sizes.spaces` has them."""
+    spaces = {**sizes.spaces, "d": [("d", spec.head_dim_qk)], "e": [("e", spec.head_dim_vo)]}
     fresh = lambda d: [(str(d), d if isinstance(d, int) else None)]  # noqa: E731
     return [part for d in param.dims for part in spaces.get(d, fresh(d))]
 
@@ -306,14 +344,16 @@ def _plain(name: str, t: Any) -> None:
         raise TypeError(f"{name}: expected a strided tensor, found layout {t.layout}")
 
 
-def _on_device(name: str, t: torch.Tensor, spec: Spec, device: torch.device | None) -> None:
+def _on_device(
+    name: str, t: torch.Tensor, spec: Spec, device: torch.device | None, as_what: str = "q is"
+) -> None:  # fmt: skip
     if t.device.type != spec.device_type:
         raise ValueError(
             f"{name}: expected a tensor on a {spec.device_type} device, found {t.device}; "
             f"attncc.reference(…) computes the same anywhere"
         )
     if device is not None and t.device != device:
-        raise ValueError(f"{name}: expected a tensor on {device} as q is, found {t.device}")
+        raise ValueError(f"{name}: expected a tensor on {device} as {as_what}, found {t.device}")
 
 
 def _contiguous_rows(name: str, t: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ rewrites pointers and scalars, and launches.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,18 +16,18 @@ import torch
 from attncc.runtime import arguments as check
 from attncc.runtime import launch
 from attncc.runtime.artifact import Artifact
-from attncc.runtime.driver import CudaError
 from attncc.runtime.driver import driver as cuda_driver
-from attncc.runtime.tensor_map import ALIGNMENT, MapCache, TensorMap, tensor_map, zero_map
+from attncc.runtime.results import Copies, Nothing, Results
+from attncc.runtime.tensor_map import ALIGNMENT
 from attncc.runtime.workspace import Workspace
 
 MAX_BINDINGS = 1024
 MISALIGNED = ALIGNMENT - 1
-KINDS = [("dense", dtype, "forward") for dtype in check.DTYPES]
+KERNELS = {"dense": "forward", "ragged": "serve", "paged": "serve"}  # layout -> the kernel that an artifact must hold
 
 
 class Kernel:
-    """A dense attention kernel: `kernel(q, k, v, *, return_lse=False, out=None, lse=None, **params)`.
+    """A variant on dense tensors: `kernel(q, k, v, *, return_lse=False, out=None, lse=None, **params)`.
 
     q [B, qo_len, num_qo_heads, head_dim_qk], k [B, kv_len, num_kv_heads, head_dim_qk], v [B, kv_len, num_kv_heads,
     head_dim_vo]: of the dtype that the kernel was compiled for, on one CUDA device, with any strides and a contiguous
@@ -39,30 +39,37 @@ class Kernel:
     num_qo_heads], natural log.  `out` and `lse` give the memory to write.  Runs on torch's current stream of q's
     device; may be captured in a CUDA graph.  Threads may share a kernel.
 
+    Paged and ragged batches go through BatchAttention, which asks for the variant's other kernels (`serving`).
+
     Raises ValueError or TypeError naming the argument, what was expected and what was found, before any launch.
     """
 
-    def __init__(self, artifact: Artifact, driver: Any = None):
+    def __init__(
+        self, artifact: Artifact, driver: Any = None, build: Callable[[str, int | None], Artifact] | None = None
+    ):  # fmt: skip
+        """`build(layout, page_size)` makes the variant's artifacts for other layouts; without it there are none."""
         self.manifest: Mapping[str, Any] = artifact.manifest
-        kind = (self.manifest["layout"], self.manifest["dtype"], *sorted(self.manifest["kernels"]))
-        if kind not in KINDS:
-            raise ValueError(f"artifact {artifact.path}: {', '.join(kind)}: not a kind of kernel that this attncc runs")
-        self._entry = self.manifest["kernels"]["forward"]
-        self._cubin = artifact.cubins["forward"]
+        self._build = build
         self._driver = driver
-        self._spec = check.Spec.of(self.manifest, "cuda" if driver is None else driver.device_type)
-        launch.check_params(self._entry, self._spec)
-        self._scalars = tuple((s.name, check.scalar_check(s)) for s in self._spec.scalars)
-        self._tensors = tuple(t.name for t in self._spec.tensors)
-        self._defaults = {s.name: s.default for s in self._spec.scalars if s.default is not None}
+        self._device_type = "cuda" if driver is None else driver.device_type
+        self._artifacts = {(self.manifest["layout"], self.manifest.get("page_size")): self._checked(artifact)}
+        self._spec = check.Spec.of(self.manifest, self._device_type)
+        self._parameters = check.Parameters(self._spec)
+        self._building = threading.Lock()
         self._bindings: dict[tuple, Any] = {}
-        self._devices: dict[torch.device, _Device] = {}
+        self._devices: dict[torch.device, launch.Loaded] = {}
+        self._workspaces: dict[torch.device, Workspace] = {}
         self._lock = threading.Lock()
 
     @property
     def variant(self) -> str:
         """The variant's name."""
         return self._spec.name
+
+    @property
+    def driver(self) -> Any:
+        """What launches it, as given or used; None: CUDA's, which no call has needed yet."""
+        return self._driver
 
     @property
     def params(self) -> dict[str, str]:
@@ -83,14 +90,37 @@ class Kernel:
     def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, **params):
         tensors, scalars = (q, k, v), ()
         if params or self._spec.names:
-            if self._defaults:
-                params = {**self._defaults, **params}
-            if params.keys() != self._spec.names:
-                check.refuse_names(self._spec, params)
-            scalars = [convert(params[name]) for name, convert in self._scalars]
-            for name in self._tensors:
-                tensors += (params[name],)
+            scalars, given = self._parameters.split(params)
+            tensors += given
         return self._run(tensors, scalars, out, lse, return_lse)
+
+    def serving(self, layout: str, page_size: int | None = None) -> Artifact:
+        """The variant's artifact for `layout`, "dense", "ragged" or "paged" (with pages of `page_size` rows).
+
+        Built or found in the cache where `attncc.compile` made this kernel.  Raises ValueError where it came from an
+        artifact directory of another layout.
+        """
+        wanted = (layout, page_size)
+        with self._building:
+            if wanted not in self._artifacts:
+                if self._build is None:
+                    raise ValueError(
+                        f"kernel: expected an artifact for {_said(*wanted)}, found one for "
+                        f"{_said(self.manifest['layout'], self.manifest.get('page_size'))}; "
+                        f"`attncc build {_flags(*wanted)}` builds it, and attncc.compile makes kernels for any layout"
+                    )
+                self._artifacts[wanted] = self._checked(self._build(layout, page_size))
+            return self._artifacts[wanted]
+
+    def _checked(self, artifact: Artifact) -> Artifact:
+        """The artifact, where it is one that this runtime can launch."""
+        m = artifact.manifest
+        name = KERNELS.get(m["layout"])
+        if m["dtype"] not in check.DTYPES or sorted(m["kernels"]) != [name]:
+            kind = (m["layout"], m["dtype"], *sorted(m["kernels"]))
+            raise ValueError(f"artifact {artifact.path}: {', '.join(kind)}: not a kind of kernel that this attncc runs")
+        launch.check_params(m["kernels"][name], check.Spec.of(m, self._device_type), m["layout"])
+        return artifact
 
     def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
         q, k, v = tensors[:3]
@@ -114,7 +144,9 @@ class Kernel:
         if bound is None:
             bound = self._bind(signature, tensors, out, lse, return_lse)
         if bound.requires_grad and torch.is_grad_enabled():
-            check.refuse_grad(zip(("q", "k", "v", *self._tensors, "out", "lse"), (*tensors, out, lse), strict=True))
+            check.refuse_grad(
+                zip(("q", "k", "v", *self._parameters.tensors, "out", "lse"), (*tensors, out, lse), strict=True)
+            )
         return bound.call(tensors, scalars, out, lse, return_lse)
 
     # ------------------------------------------------------------------ a new signature
@@ -126,11 +158,7 @@ class Kernel:
         sizes = check.check_inputs(spec, q, k, v)
         for param, t in zip(spec.tensors, rest, strict=True):
             check.check_tensor(param, t, sizes, spec, q.device)
-        if not isinstance(return_lse, bool):
-            raise TypeError(f"return_lse: expected a bool, found {type(return_lse).__name__}")
-        if spec.scan == "none" and (return_lse or lse is not None):
-            name = "return_lse" if return_lse else "lse"
-            raise ValueError(f"{name}: expected none, since {spec.name} has scan = none: its weights have no lse")
+        check.check_return_lse(spec, return_lse, lse)
         lse_shape = (sizes.batch, sizes.qo_len, sizes.num_qo_heads)
         out_shape = (*lse_shape, spec.head_dim_vo)
         if out is not None:
@@ -139,8 +167,8 @@ class Kernel:
             check.check_output("lse", lse, lse_shape, torch.float32, spec, q.device)
         if signature is None:
             raise TypeError("q, k, v: expected plain torch tensors")
-        results = _Results(out_shape, lse_shape, q.dtype, q.device)
-        bound = _Nothing(results) if 0 in lse_shape else self._bind_launch(sizes, results, tensors, out, lse)
+        results = Results(out_shape, lse_shape, q.dtype, q.device)
+        bound = Nothing(results) if 0 in lse_shape else self._bind_launch(sizes, results, tensors, out, lse)
         bound.requires_grad = any(t.requires_grad for t in (*tensors, out, lse) if t is not None)
         with self._lock:
             while len(self._bindings) >= MAX_BINDINGS:
@@ -148,8 +176,8 @@ class Kernel:
             self._bindings[signature] = bound
         return bound
 
-    def _bind_launch(self, sizes: check.Sizes, results: _Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any):
-        entry, spec = self._entry, self._spec
+    def _bind_launch(self, sizes: check.Sizes, results: Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any):
+        entry, spec = self.serving("dense").manifest["kernels"]["forward"], self._spec
         fields = launch.geometry(entry, spec, sizes)
         for param, t in zip(spec.tensors, tensors[3:], strict=True):
             fields |= launch.tensor_fields(param, t.shape, t.stride())
@@ -167,98 +195,25 @@ class Kernel:
         if lse is not None and not lse.is_contiguous():
             unfit.append("lse")
         if unfit:
-            return _Copies(self, frozenset(unfit))
+            return Copies(self._run, frozenset(unfit))
         tiles = fields["num_tiles_q"] * fields["num_heads_batch"]
         binding = launch.Binding(entry, device.function, min(tiles, device.sm_count))
         binding.set_maps(maps)
         binding.set_fields(fields)
-        return _Launch(self, device, binding, results, empty_kv=sizes.kv_len == 0)
+        take = self._workspaces[results.device].take
+        return _Launch(self, device, take, binding, results, empty_kv=sizes.kv_len == 0)
 
-    def _device(self, where: torch.device) -> _Device:
+    def _device(self, where: torch.device) -> launch.Loaded:
         with self._lock:
             if where not in self._devices:
                 driver = self._driver = self._driver or cuda_driver()
                 index = where.index or 0
-                function = driver.load(self._cubin, self._entry, self.manifest["arch"], index)
-                self._devices[where] = _Device(driver, index, function, Workspace(where), driver.sm_count(index))
+                dense = self.serving("dense")
+                entry = dense.manifest["kernels"]["forward"]
+                function = driver.load(dense.cubins["forward"], entry, self.manifest["arch"], index)
+                self._workspaces[where] = Workspace(where)
+                self._devices[where] = launch.Loaded(driver, index, function, driver.sm_count(index))
             return self._devices[where]
-
-
-class _Device:
-    """The kernel loaded on one device."""
-
-    def __init__(self, driver: Any, index: int, function: Any, workspace: Workspace, sm_count: int):
-        self.driver, self.index, self.function = driver, index, function
-        self.workspace, self.sm_count = workspace, sm_count
-        self._maps = MapCache(driver.encode)
-
-    def encode(self, t: torch.Tensor, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:
-        """The tensor map of `t`; None where TMA can't address its strides."""
-        wanted: TensorMap | None = zero_map(dtype, tma["box"], tma["swizzle"])
-        if t.numel():
-            wanted = tensor_map(t.shape, t.stride(), dtype, tma["box"], tma["swizzle"])
-        if wanted is None:
-            return None
-        try:
-            return self._maps.get(wanted, address & ~MISALIGNED)
-        except CudaError as e:
-            # The manual doesn't say whether a broadcast dimension may have stride 0: where it may not, copy.
-            if 0 in wanted.strides and e.name == "CUDA_ERROR_INVALID_VALUE":
-                return None
-            raise
-
-
-class _Results:
-    """What a call makes where the caller gives no memory."""
-
-    def __init__(self, out_shape: tuple[int, ...], lse_shape: tuple[int, ...], dtype: torch.dtype, device: Any):
-        self.out_shape, self.dtype, self.device = out_shape, dtype, device
-        # `empty_like` of one broadcast element takes half the time of `empty` with its shape, dtype and device, and
-        # what it makes is contiguous unasked.
-        self._out = torch.empty((1,) * len(out_shape), dtype=dtype, device=device).expand(out_shape)
-        self._lse = torch.empty((1,) * len(lse_shape), dtype=torch.float32, device=device).expand(lse_shape)
-
-    def make_out(self) -> torch.Tensor:
-        return torch.empty_like(self._out)
-
-    def make_lse(self) -> torch.Tensor:
-        return torch.empty_like(self._lse)
-
-
-class _Nothing:
-    """A call without rows: empty results, no launch."""
-
-    requires_grad = False
-
-    def __init__(self, results: _Results):
-        self._results = results
-
-    def call(self, tensors, scalars, out, lse, return_lse):
-        out = self._results.make_out() if out is None else out
-        lse = self._results.make_lse() if lse is None and return_lse else lse
-        return (out, lse) if return_lse else out
-
-
-class _Copies:
-    """A call with tensors that the kernel can't address: through contiguous copies of those."""
-
-    requires_grad = False
-
-    def __init__(self, kernel: Kernel, unfit: frozenset[str]):
-        self._kernel, self._unfit = kernel, unfit
-
-    def call(self, tensors, scalars, out, lse, return_lse):
-        named = {"q": tensors[0], "k": tensors[1], "v": tensors[2], "out": out, "lse": lse}
-        copies = {n: named[n].clone(memory_format=torch.contiguous_format) for n in self._unfit}
-        fit = {**named, **copies}
-        results = self._kernel._run(
-            (fit["q"], fit["k"], fit["v"], *tensors[3:]), scalars, fit["out"], fit["lse"], return_lse
-        )
-        for name in copies.keys() & {"out", "lse"}:
-            named[name].copy_(copies[name])
-        made_out, made_lse = results if return_lse else (results, None)
-        out, lse = made_out if out is None else out, made_lse if lse is None else lse
-        return (out, lse) if return_lse else out
 
 
 class _Launch:
@@ -266,10 +221,13 @@ class _Launch:
 
     requires_grad = False
 
-    def __init__(self, kernel: Kernel, device: _Device, binding: launch.Binding, results: _Results, empty_kv: bool):
+    def __init__(
+        self, kernel: Kernel, device: launch.Loaded, take: Callable[[int, bool], tuple[int, int, Any]],
+        binding: launch.Binding, results: Results, empty_kv: bool,
+    ):  # fmt: skip
         spec = kernel._spec
         self._kernel, self._driver, self._binding = kernel, device.driver, binding
-        self._index, self._take = device.index, device.workspace.take
+        self._index, self._take = device.index, take
         self._results, self._empty_kv = results, empty_kv
         self._q, self._k, self._v, self._o = (binding.cell(name) for name in launch.MAPS)
         self._lse, self._tickets = binding.cell("lse"), binding.cell("tickets")
@@ -286,7 +244,7 @@ class _Launch:
         if (q | k | v | o) & MISALIGNED:
             named = zip(("q", "k", "v", "out"), (q, k, v, o), strict=True)
             unfit = frozenset(name for name, pointer in named if pointer & MISALIGNED)
-            return _Copies(self._kernel, unfit).call(tensors, scalars, out, lse, return_lse)
+            return Copies(self._kernel._run, unfit).call(tensors, scalars, out, lse, return_lse)
         out = self._results.make_out() if out is None else out
         lse = self._results.make_lse() if lse is None and return_lse else lse
         driver, binding = self._driver, self._binding
@@ -312,3 +270,11 @@ class _Launch:
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
         del alive  # the allocator reuses it in stream order
         return (out, lse) if return_lse else out
+
+
+def _said(layout: str, page_size: int | None) -> str:
+    return f"layout {layout!r}" + (f", page_size {page_size}" if page_size else "")
+
+
+def _flags(layout: str, page_size: int | None) -> str:
+    return f"--layout {layout}" + (f" --page-size {page_size}" if page_size else "")

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attncc.runtime.arguments import I32_MAX, Sizes, Spec, TensorParam
+from attncc.runtime.driver import CudaError
+from attncc.runtime.tensor_map import ALIGNMENT, MapCache, TensorMap, tensor_map, zero_map
 
 SIZES = {"tensormap": 128, "ptr": 8, "i32": 4, "f32": 4}
 MAPS = ("map_q", "map_k", "map_v", "map_o")
@@ -28,11 +30,26 @@ L2_SECTION_BYTES = 16 << 20
 LATE_SHARE = 4
 
 
-def check_params(kernel: Mapping[str, Any], spec: Spec) -> None:
+# What a served kernel reads beside maps of K and V or, where it gathers rows, their addresses and strides.
+ARENA = (
+    "header", "tickets", "items", "targets", "sources", "row_request", "requests", "kv_indices", "part_o", "part_lse",
+    "counters",
+)  # fmt: skip
+KV_STRIDES = tuple(f"{x}_{dim}_stride" for x in "kv" for dim in ("page", "row", "head"))
+ROW_STRIDES = ("q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride")
+HEADS = ("num_qo_heads", "num_kv_heads", "group_size", "page_size")
+KNOWN = {
+    "dense": {*MAPS, *GEOMETRY, "lse", "tickets"},
+    "served": {"map_k", "map_v", "k", "v", "q", "out", "lse", *ARENA, *KV_STRIDES, *ROW_STRIDES, *HEADS},
+}
+
+
+def check_params(kernel: Mapping[str, Any], spec: Spec, layout: str = "dense") -> None:
     """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly."""
-    known = {*MAPS, *GEOMETRY, "lse", "tickets", *(f"s.{s.name}" for s in spec.scalars)}
+    known = {*KNOWN["dense" if layout == "dense" else "served"], *(f"s.{s.name}" for s in spec.scalars)}
     known |= {f"t.{t.name}" for t in spec.tensors}
-    dims = {f"t.{t.name}": sum(2 if d in ("iq", "j") else 1 for d in t.dims) for t in spec.tensors}
+    pairs = ("iq", "j") if layout == "dense" else ("j",)  # index spaces of two dimensions
+    dims = {f"t.{t.name}": sum(2 if d in pairs else 1 for d in t.dims) for t in spec.tensors}
     known |= {f"{t}.{what}.{k}" for t, n in dims.items() for what in ("stride", "size") for k in range(n)}
     end = 0
     for param in kernel["params"]:
@@ -70,6 +87,29 @@ def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int
         fields[f"t.{param.name}.size.{k}"] = n
         fields[f"t.{param.name}.stride.{k}"] = s if n > 1 else 0
     return fields
+
+
+class Loaded:
+    """A kernel loaded on one device."""
+
+    def __init__(self, driver: Any, index: int, function: Any, sm_count: int):
+        self.driver, self.index, self.function, self.sm_count = driver, index, function, sm_count
+        self._maps = MapCache(driver.encode)
+
+    def encode(self, t: Any, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:
+        """The tensor map of a tensor of four dimensions; None where TMA can't address its strides."""
+        wanted: TensorMap | None = zero_map(dtype, tma["box"], tma["swizzle"])
+        if t.numel():
+            wanted = tensor_map(t.shape, t.stride(), dtype, tma["box"], tma["swizzle"])
+        if wanted is None:
+            return None
+        try:
+            return self._maps.get(wanted, address & ~(ALIGNMENT - 1))
+        except CudaError as e:
+            # The manual doesn't say whether a broadcast dimension may have stride 0: where it may not, copy.
+            if 0 in wanted.strides and e.name == "CUDA_ERROR_INVALID_VALUE":
+                return None
+            raise
 
 
 class Binding:

@@ -118,3 +118,43 @@ def manifest(scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, h
 
 def artifact(**options):
     return Artifact(manifest(**options), {"forward": b"cubin"}, Path("test"))
+
+
+SERVED_POINTERS = (
+    "q", "out", "lse", "header", "tickets", "items", "targets", "sources", "row_request", "requests", "kv_indices",
+    "part_o", "part_lse", "counters",
+)  # fmt: skip
+SERVED_SIZES = (
+    "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads", "group_size",
+    "page_size",
+)  # fmt: skip
+
+
+def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=None, tile_kv=64, **options):
+    """The manifest of a served kernel; `page_size` None: ragged."""
+    made = manifest(scalars=scalars, tensors=tensors, **options)
+    if source == "tma":
+        names = [("map_k", "tensormap"), ("map_v", "tensormap")]
+    else:
+        strides = ("page_stride", "row_stride", "head_stride")
+        names = [part for x in "kv" for part in ((x, "ptr"), *((f"{x}_{s}", "i32") for s in strides))]
+    names += [(x, "ptr") for x in SERVED_POINTERS] + [(x, "i32") for x in SERVED_SIZES]
+    names += [(f"s.{n}", "f32" if t == "f32" else "i32") for n, t, _ in scalars]
+    for name, dims, _ in tensors:
+        names.append((f"t.{name}", "ptr"))
+        rank = sum(2 if d == "j" else 1 for d in dims)
+        names += [(f"t.{name}.{what}.{k}", "i32") for k in range(rank) for what in ("stride", "size")]
+    box = {"box": [64, 8, 1, 1], "swizzle": 3}
+    kernel = {
+        **made["kernels"]["forward"], "cubin": "serve.cubin", "params": layout(names), "tile_kv": tile_kv,
+        "source": source, "chunk": 8 if source == "tma" else 0,
+        "tma": {"map_k": box, "map_v": box} if source == "tma" else {},
+    }  # fmt: skip
+    return {
+        **made, "layout": "ragged" if page_size is None else "paged", "page_size": page_size, "visible": visible,
+        "kernels": {"serve": kernel},
+    }  # fmt: skip
+
+
+def served_artifact(**options):
+    return Artifact(served_manifest(**options), {"serve": b"cubin"}, Path("test"))

@@ -1,0 +1,139 @@
+"""What a plan is on the device: named slices at fixed offsets, filled by one asynchronous copy from pinned memory.
+
+Every address stays what it was when the arena was made (but for `grow`), so a CUDA graph that captured a launch finds
+the latest plan there.  Elements are int32 or float32: four bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+ALIGN = 64  # elements: a slice starts at a multiple of 256 bytes
+RING = 3  # staging buffers: a plan waits for the copy of the third plan before it
+JOIN = 1 << 15  # elements: 128 KiB cross the bus in the time that a second copy takes to start
+
+
+class Arena:
+    """Slices that plans fill, and slices that only the device uses (zeroed once).
+
+    `planned` and `scratch` give the elements of every slice; those of `planned` lie in that order.  Behind what is used
+    of the last one lies the tail, up to `tail` elements whose place (`tail_at`) goes with the plan: all that a plan
+    says lies close together, so that one copy takes it, though no slice moves.  `make_event` makes what tells that a
+    copy is done: `record(device)`, `synchronize()`.
+    """
+
+    def __init__(
+        self, planned: Mapping[str, int], tail: int, scratch: Mapping[str, int], device: torch.device,
+        make_event: Callable[[], Any] | None = None,
+    ):  # fmt: skip
+        self._device = device
+        self._make_event = make_event or (CudaEvent if device.type == "cuda" else Done)
+        self._sizes, self._last = dict(planned), list(planned)[-1]
+        self._lay_out(tail)
+        offsets, total = place(scratch)
+        with torch.inference_mode(False):  # else calls outside it might not write to them
+            self._scratch = torch.zeros(total, dtype=torch.int32, device=device)
+            if self._scratch.is_cuda:  # launches of other streams will use it; this happens once
+                torch.cuda.current_stream(device).synchronize()
+        self._fixed = {name: self._scratch.data_ptr() + 4 * at for name, at in offsets.items()}
+
+    def _lay_out(self, tail: int) -> None:
+        self.tail = tail
+        self._offsets, total = place({**self._sizes, "": tail})
+        pinned = self._device.type == "cuda"
+        with torch.inference_mode(False):
+            self._plan = torch.zeros(total, dtype=torch.int32, device=self._device)
+            staging = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+        self._ring = [(t, t.numpy(), self._make_event()) for t in staging]
+        self._turn = 0
+
+    def address(self, name: str) -> int:
+        """Where a slice starts on the device."""
+        return self._plan.data_ptr() + 4 * self._offsets[name] if name in self._offsets else self._fixed[name]
+
+    @property
+    def base(self) -> int:
+        """The address that `tail_at` counts from."""
+        return self._plan.data_ptr()
+
+    def tail_at(self, used: int) -> int:
+        """Where the tail starts, in elements from `base`, when so many of the last slice are used."""
+        return self._offsets[self._last] + -(-used // ALIGN) * ALIGN
+
+    def grow(self, tail: int) -> None:
+        """Make room for a tail of so many elements: planned slices move, and the plan in them is lost."""
+        if self._plan.is_cuda:  # launches on this stream may still read the old ones
+            self._plan.record_stream(torch.cuda.current_stream(self._device))
+        self._lay_out(tail)
+
+    def upload(self, parts: Mapping[str, np.ndarray], tail: Sequence[np.ndarray] = ()) -> None:
+        """Fill slices, and the tail with arrays one after another, on torch's current stream.
+
+        Waits only where the staging buffer whose turn it is still has a copy in flight.
+        """
+        tensor, memory, event = self._ring[self._turn]
+        event.synchronize()
+        used = []
+        for name, array in parts.items():
+            at, size = self._offsets[name], array.size
+            assert size <= self._sizes[name], f"{name}: {size} elements in a slice of {self._sizes[name]}"
+            memory[at : at + size] = array.reshape(-1)
+            used.append((at, at + size))
+        at = self.tail_at(parts[self._last].size)
+        assert sum(a.size for a in tail) <= self.tail
+        for array in tail:
+            memory[at : at + array.size] = array
+            used.append((at, at + array.size))
+            at += array.size
+        for start, end in joined(used):
+            self._plan[start:end].copy_(tensor[start:end], non_blocking=True)
+        event.record(self._device)
+        self._turn = (self._turn + 1) % RING
+
+
+def place(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+    """(where each slice starts, elements in all)."""
+    offsets, at = {}, 0
+    for name, size in sizes.items():
+        offsets[name] = at
+        at += -(-size // ALIGN) * ALIGN
+    return offsets, max(at, ALIGN)
+
+
+def joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The ranges that aren't empty in order, those that lie close together as one."""
+    pending: tuple[int, int] | None = None
+    for start, end in sorted(r for r in ranges if r[0] < r[1]):
+        if pending is not None and start - pending[1] <= JOIN:
+            pending = (pending[0], end)
+            continue
+        if pending is not None:
+            yield pending
+        pending = (start, end)
+    if pending is not None:
+        yield pending
+
+
+class CudaEvent:
+    """Done when what the device's current stream held at `record` is done."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self, device: torch.device) -> None:
+        self._event.record(torch.cuda.current_stream(device))
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class Done:
+    """For memory that is written before `copy_` returns."""
+
+    def record(self, device: torch.device) -> None: ...
+
+    def synchronize(self) -> None: ...

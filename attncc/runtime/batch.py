@@ -1,0 +1,341 @@
+"""Serving: one plan a step, one launch a layer, over paged or ragged keys and values.
+
+A plan (plan.py) is a few arrays of int32.  They go to fixed places on the device (arena.py) by one asynchronous copy,
+and every `run` launches the same grid, which reads there what to do: a CUDA graph that captured `run` follows whatever
+is planned later.  `run` is to BatchAttention what a call is to Kernel: bound once for a signature, then pointers and
+scalars alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attncc.runtime import arguments as check
+from attncc.runtime import launch
+from attncc.runtime import plan as planning
+from attncc.runtime import serving_arguments as serving
+from attncc.runtime.arena import Arena
+from attncc.runtime.driver import driver as cuda_driver
+from attncc.runtime.kernel import MAX_BINDINGS, Kernel
+from attncc.runtime.results import Copies, Nothing, Results
+from attncc.runtime.served_launch import Served, ServedLaunch, unfit_rows
+from attncc.runtime.visible import Visible
+
+PARTIAL_BYTES = 256 << 20  # of partial states, unless more is asked for
+FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, where max_kv_pages doesn't say
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What runs are checked against.  `needs`: what tensors of a run must have, by the keys of serving.SAYS;
+    `scalars`: the values that the plan relies on, by place and name."""
+
+    needs: Mapping[str, int]
+    scalars: tuple[tuple[int, str, int | float], ...]
+
+
+class BatchAttention:
+    """A variant over a batch of requests of any lengths, planned once a step and run once a layer.
+
+        attn = attncc.BatchAttention(kernel, num_qo_heads=32, num_kv_heads=8, page_size=16,
+                                     max_batch_size=256, max_qo_rows=8192)
+        attn.plan(qo_indptr, kv_indptr, kv_indices, last_page_len)
+        out, lse = attn.run(q, (k_cache, v_cache), window=4096, return_lse=True)
+
+    `page_size`: rows of a page; None: keys are ragged.  A plan may have `max_batch_size` requests and `max_qo_rows`
+    query rows at most.  `max_kv_pages`: entries of kv_indices; None: as many as are needed, until a run is captured.
+    `deterministic`: None: same lengths, same bits; "batch_invariant": nor do a request's bits depend on the others.
+    `device`: where everything lies.  `partial_rows`: room for partial states, of 4 · num_kv_heads · (head_dim_vo + 1)
+    bytes each; None: what plans can use, but at most 256 MiB.
+
+    Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan.  It
+    keeps the tensors and scalars of the captured run, so a later plan may have no more query rows than q had then.
+
+    Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
+    time.  Objects know nothing of each other.
+
+    Raises ValueError and TypeError naming the argument, what was expected and what was found; the object still works,
+    with the plan that it had.
+    """
+
+    def __init__(
+        self, kernel: Kernel, *, num_qo_heads: int, num_kv_heads: int, max_batch_size: int, max_qo_rows: int,
+        page_size: int | None = None, max_kv_pages: int | None = None, deterministic: str | None = None,
+        device: Any = "cuda", partial_rows: int | None = None, driver: Any = None,
+    ):  # fmt: skip
+        if not isinstance(kernel, Kernel):
+            raise TypeError(f"kernel: expected an attncc.Kernel, found {type(kernel).__name__}")
+        serving.check_counts(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, max_batch_size=max_batch_size,
+            max_qo_rows=max_qo_rows, page_size=page_size, max_kv_pages=max_kv_pages, partial_rows=partial_rows,
+        )  # fmt: skip
+        if deterministic not in (None, "batch_invariant"):
+            raise ValueError(f"deterministic: expected None or 'batch_invariant', found {deterministic!r}")
+        artifact = kernel.serving("ragged" if page_size is None else "paged", page_size)
+        driver = driver or kernel.driver or cuda_driver()
+        self._device = serving.device_of(device, driver.device_type)
+        manifest, index = artifact.manifest, self._device.index or 0
+        entry, self._spec = manifest["kernels"]["serve"], check.Spec.of(manifest, driver.device_type)
+        function = driver.load(artifact.cubins["serve"], entry, manifest["arch"], index)
+        loaded = launch.Loaded(driver, index, function, driver.sm_count(index))
+        self._served = Served(loaded, entry, self._spec, manifest["dtype"], page_size)
+        self._parameters = check.Parameters(self._spec)
+        self._visible = Visible(manifest["visible"]) if manifest.get("visible") else None
+        self._max_kv_pages = max_kv_pages
+        shape = planning.Shape(
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_vo=self._spec.head_dim_vo,
+            tile_q=entry["tile_q"], tile_kv=entry["tile_kv"], page_size=page_size or 0, sm_count=loaded.sm_count,
+            max_batch_size=max_batch_size, max_qo_rows=max_qo_rows, partial_rows=partial_rows or 0,
+            batch_invariant=deterministic is not None,
+            kv_bytes=(self._spec.head_dim_qk + self._spec.head_dim_vo) * self._spec.dtype.itemsize,
+        )  # fmt: skip
+        self._shape = shape if partial_rows is not None else replace(shape, partial_rows=default_partial_rows(shape))
+        self._arena = self._make_arena()
+        self._planned: Planned | None = None
+        self._bindings: dict[tuple, Any] = {}
+        self._held: set[serving.Limit] = set()  # what tensors of captured runs have
+        self._held_scalars: list[tuple[tuple[int, str, int | float], ...]] = []  # and what their plans relied on
+        self._lock = threading.Lock()
+
+    def _make_arena(self) -> Arena:
+        sizes = planning.capacity(self._shape)
+        # what few plans fill, or what is small, stands first: of most plans one range is copied
+        planned = {n: sizes[n] for n in ("row_request", "requests", "header", "sources", "targets", "items")}
+        scratch = {"zeros": 64, "tickets": 2, **{n: sizes[n] for n in ("counters", "part_o", "part_lse")}}
+        tail = 0 if self._served.page_size is None else self._max_kv_pages or FIRST_TAIL
+        return Arena(planned, tail, scratch, self._device)
+
+    # ------------------------------------------------------------------ plan
+
+    def plan(
+        self, qo_indptr: Any, kv_indptr: Any, kv_indices: Any = None, last_page_len: Any = None, *,
+        shared_prefix: str | None = None, **scalars: Any,
+    ) -> None:  # fmt: skip
+        """Balance the work of a batch over the device, for all runs until the next plan.
+
+        qo_indptr [B + 1]: offsets of every request in q.  Paged: kv_indptr [B + 1] counts pages in kv_indices (page
+        ids; may be longer, padded with anything), last_page_len [B] the keys in a request's last page, 1 to
+        page_size, ignored where it has no page.  Ragged: kv_indptr [B + 1] alone, offsets in k and v.  int32 or int64,
+        as lists, arrays or tensors; those on the device are copied to the host, which waits; others cost no wait.
+
+        `shared_prefix="auto"`: requests whose page ids start alike read those keys once, where that pays.  Scalars of
+        the variant given here leave out keys that the mask can't show with these values; runs must give the same.
+
+        Copied to the device on torch's current stream; waits only while the third plan before is still being copied.
+        """
+        if shared_prefix not in (None, "auto"):
+            raise ValueError(f"shared_prefix: expected None or 'auto', found {shared_prefix!r}")
+        values = self._plan_scalars(scalars)
+        table = serving.table(self._served.page_size, qo_indptr, kv_indptr, kv_indices, last_page_len)
+        batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
+        visible = self._visible_keys(values)
+        if shared_prefix == "auto" and table.kv_indices is not None:
+            from attncc.runtime import prefix
+
+            self._adopt([table], values, prefix.auto(self._shape, batch, table.kv_indices, visible))
+        else:
+            self._adopt([table], values, planning.plan(self._shape, batch, visible))
+
+    def plan_cascade(self, levels: Sequence[Sequence[Any]], **scalars: Any) -> None:
+        """Plan a batch whose requests share keys: a level is (qo_indptr, kv_indptr, kv_indices, last_page_len) as in
+        `plan`, or (qo_indptr, kv_indptr) where keys are ragged, with a group of query rows in the place of a request.
+
+        Outermost level first: a row sees the keys of its group in every level, one after another, and positions count
+        through all of them.  Groups lie inside those of the level before; those of the last level are the requests.
+        """
+        from attncc.runtime import prefix
+
+        values = self._plan_scalars(scalars)
+        tables = serving.levels(self._served.page_size, levels)
+        batches = [planning.Batch(t.qo_indptr, t.kv_start, t.kv_len) for t in tables]
+        self._adopt(tables, values, prefix.plan_cascade(self._shape, batches, self._visible_keys(values)))
+
+    def plan_block_sparse(self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, **options: Any) -> None:
+        """Not there yet: ValueError."""
+        raise ValueError(
+            "plan_block_sparse: block-sparse layouts are not supported yet; what works: say which keys exist in the "
+            "variant's mask, or plan their blocks as pages where block_rows is a request's query rows"
+        )
+
+    def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
+        """(place, name, value) of the scalars given to a plan."""
+        if self._capturing():
+            raise ValueError("plan: expected outside a graph capture, found one; capture run, and plan before a replay")
+        for name in given:
+            if name in self._parameters.tensors:
+                raise TypeError(f"{name}: expected in run, since it is a tensor, found in a plan")
+        known = {name for name, _ in self._parameters.scalars}
+        if not given.keys() <= known:
+            check.refuse_names(self._spec, [name for name in given if name not in known])
+        return tuple(
+            (n, name, convert(given[name]))
+            for n, (name, convert) in enumerate(self._parameters.scalars)
+            if name in given
+        )
+
+    def _visible_keys(self, values: Sequence[tuple[int, str, int | float]]) -> Any:
+        """What plans may leave out, with these values of scalars."""
+        if self._visible is None:
+            return None
+        flags = {s.name for s in self._spec.scalars if s.type == "bool"}
+        known = {name: bool(value) if name in flags else value for _, name, value in values}
+        return self._visible.bind({**known, "group_size": self._shape.group_size})
+
+    def _adopt(self, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
+        """Copy a plan to the device and take it as the present one; nothing has changed where that is refused."""
+        needs = serving.needs(tables)
+        hint = "; a captured run holds it"
+        serving.check_fit([limit for limit in self._held if limit[0] != "rows"], needs, True, hint)
+        if self._held and not any(set(values) <= set(held) for held in self._held_scalars):
+            said = ", ".join(f"{name} = {value}" for _, name, value in values)
+            raise ValueError(
+                f"{values[0][1]}: expected no other values than captured runs were planned with, found {said}"
+            )
+        ids = [t.kv_indices for t in tables if t.kv_indices is not None]
+        self._make_room(sum(map(len, ids)))
+        if ids:  # tables count from the start of kv_indices, which is wherever the items end
+            made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
+        parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
+        if made.row_request is not None and made.requests is not None:
+            parts |= {"row_request": made.row_request, "requests": made.requests}
+        self._arena.upload(parts, ids)
+        self._planned = Planned(needs, tuple(values))
+
+    def _make_room(self, pages: int) -> None:
+        room = self._arena.tail
+        if pages <= room:
+            return
+        if self._max_kv_pages is not None:
+            raise ValueError(f"kv_indices: expected at most max_kv_pages = {room} page ids, found {pages}")
+        if self._held:
+            raise ValueError(
+                f"kv_indices: expected at most {room} page ids, since a captured run holds their buffer, found "
+                f"{pages}; max_kv_pages={pages} makes room beforehand"
+            )
+        self._arena.grow(max(pages, 2 * room))
+        self._bindings.clear()
+
+    def _capturing(self) -> bool:
+        loaded = self._served.loaded
+        return loaded.driver.is_capturing(loaded.driver.current_stream(loaded.index))
+
+    # ------------------------------------------------------------------ run
+
+    def run(self, /, q, kv, *, out=None, lse=None, return_lse=False, **params):
+        """Attention of the planned batch: out, or (out, lse) with `return_lse`.
+
+        q [nnz_qo, num_qo_heads, head_dim_qk] with the plan's rows.  kv: (k, v), paged [num_pages, page_size,
+        num_kv_heads, head_dim] or ragged [nnz_kv, num_kv_heads, head_dim].  Any strides with a contiguous last
+        dimension; those of k and v, and where they start, must be multiples of 16 bytes (caches are never copied).
+        `out` [nnz_qo, num_qo_heads, head_dim_vo] of q's dtype, `lse` float32 [nnz_qo, num_qo_heads], natural log, give
+        the memory to write.  Variant parameters by name, tensors over iq as [nnz_qo], over j as k's leading dimensions.
+
+        Launches on torch's current stream; neither allocates nor waits where `out` and `lse` are given.  While a graph
+        is captured q may have more rows than the plan, for later plans to use; rows beyond a plan's are not written.
+        """
+        if (type(kv) is not tuple and type(kv) is not list) or len(kv) != 2:
+            raise TypeError(f"kv: expected a pair (k, v), found {serving.described(kv)}")
+        tensors, scalars = (q, *kv), ()
+        if params or self._spec.names:
+            scalars, given = self._parameters.split(params)
+            tensors += given
+        return self._run(tensors, scalars, out, lse, return_lse)
+
+    def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
+        planned = self._planned
+        if planned is None:
+            raise ValueError("run: expected a plan before it, found none")
+        for n, name, value in planned.scalars:
+            if not serving.same(scalars[n], value):
+                raise ValueError(f"{name}: expected {value} as in the plan, found {scalars[n]}")
+        given = tensors
+        if out is not None:
+            given += (out,)
+        if lse is not None:
+            given += (lse,)
+        try:
+            signature = (out is None, lse is None, return_lse)
+            for t in given:
+                signature += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
+            bound = self._bindings.get(signature)
+        except (AttributeError, TypeError, RuntimeError):  # not strided tensors: _bind says which
+            signature = bound = None
+        if bound is None:
+            bound = self._bind(signature, tensors, out, lse, return_lse)
+        if bound.planned is not planned:
+            self._fit(bound, planned)
+        if bound.requires_grad and torch.is_grad_enabled():
+            names = ("q", "k", "v", *self._parameters.tensors, "out", "lse")
+            check.refuse_grad(zip(names, (*tensors, out, lse), strict=True))
+        return bound.call(tensors, scalars, out, lse, return_lse)
+
+    def _fit(self, bound: Any, planned: Planned) -> None:
+        """Check a run's tensors against a plan that they were not checked against before."""
+        try:
+            serving.check_fit(bound.limits, planned.needs, spare=False)
+        except ValueError:
+            if not self._capturing():
+                raise
+            serving.check_fit(bound.limits, planned.needs, spare=True)
+        else:
+            bound.planned = planned
+
+    def _hold(self, bound: Any, scalars: Sequence[int | float]) -> None:
+        """A graph captures a run: from now on plans must fit what it holds."""
+        assert self._planned is not None
+        self._held.update(bound.limits)
+        if self._planned.scalars not in self._held_scalars:
+            self._held_scalars.append(self._planned.scalars)
+
+    def _bind(self, signature: tuple | None, tensors: Sequence[Any], out: Any, lse: Any, return_lse: bool):
+        """Check everything that a signature tells, and prepare its launch."""
+        spec, served = self._spec, self._served
+        heads = (self._shape.num_qo_heads, self._shape.num_kv_heads)
+        sizes = serving.check_run(spec, heads, served.page_size, self._device, *tensors[:3])
+        q, k, _, *rest = tensors
+        for param, t in zip(spec.tensors, rest, strict=True):
+            check.check_tensor(param, t, sizes, spec, q.device)
+        check.check_return_lse(spec, return_lse, lse)
+        lse_shape = (sizes.rows, sizes.num_qo_heads)
+        out_shape = (*lse_shape, spec.head_dim_vo)
+        if out is not None:
+            check.check_output("out", out, out_shape, spec.dtype, spec, q.device)
+        if lse is not None:
+            check.check_output("lse", lse, lse_shape, torch.float32, spec, q.device)
+        if signature is None:
+            raise TypeError("q, k, v: expected plain torch tensors")
+        results = Results(out_shape, lse_shape, q.dtype, q.device)
+        written = results.like if out is None else out
+        unfit = {name for name, t in (("q", q), ("out", written)) if unfit_rows(t)}
+        unfit |= {"lse"} if lse is not None and not lse.is_contiguous() else set()
+        bound: Any
+        if not sizes.rows:
+            bound = Nothing(results)
+        elif unfit:
+            bound = Copies(self._run, frozenset(unfit))
+        else:
+            binding = served.bind(sizes, tensors, written, self._addresses())
+            zeros = 0 if k.numel() else self._arena.address("zeros")
+            bound = ServedLaunch(served, binding, results, zeros, self._run, self._hold)
+        bound.requires_grad = any(t.requires_grad for t in (*tensors, out, lse) if t is not None)
+        bound.limits, bound.planned = serving.limits(spec, sizes, rest), None
+        with self._lock:
+            while len(self._bindings) >= MAX_BINDINGS:
+                del self._bindings[next(iter(self._bindings))]
+            self._bindings[signature] = bound
+        return bound
+
+    def _addresses(self) -> dict[str, int]:
+        named = {name: self._arena.address(name) for name in launch.ARENA if name != "kv_indices"}
+        return {**named, "kv_indices": self._arena.base}
+
+
+def default_partial_rows(shape: planning.Shape) -> int:
+    """Rows of partial states that any plan can use, or what PARTIAL_BYTES hold."""
+    row = 4 * shape.num_kv_heads * (shape.head_dim_vo + 1)
+    return max(1, min(planning.ample_partial_rows(shape), PARTIAL_BYTES // row))

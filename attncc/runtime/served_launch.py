@@ -1,0 +1,153 @@
+"""A run of BatchAttention, bound: what its tensors' shapes and strides say, in place before it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attncc.runtime import arguments as check
+from attncc.runtime import launch
+from attncc.runtime.arguments import I32_MAX, Spec
+from attncc.runtime.results import Copies, Results
+from attncc.runtime.tensor_map import ALIGNMENT
+
+if TYPE_CHECKING:
+    from attncc.runtime.serving_arguments import ServedSizes
+
+MISALIGNED = ALIGNMENT - 1
+SCRATCH = ("tickets", "counters", "part_o", "part_lse")
+
+
+class Served:
+    """What all runs of an object have in common: the loaded kernel, its manifest entry, and addresses in the arena."""
+
+    def __init__(self, loaded: launch.Loaded, entry: Mapping[str, Any], spec: Spec, dtype: str, page_size: int | None):
+        self.loaded, self.entry, self.spec, self.dtype, self.page_size = loaded, entry, spec, dtype, page_size
+
+    def bind(
+        self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
+    ) -> launch.Binding:
+        """The launch of a run with tensors like q, k, v, parameters, and `out`.  ValueError where the kernel can't
+        address k or v."""
+        q, k, v, *rest = tensors
+        if self.page_size is None:
+            k, v = k.unsqueeze(0), v.unsqueeze(0)
+        fields = {
+            "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
+            "group_size": sizes.num_qo_heads // sizes.num_kv_heads, "page_size": self.page_size or 0,
+            **row_strides("q", q), **row_strides("out", out),
+        }  # fmt: skip
+        for param, t in zip(self.spec.tensors, rest, strict=True):
+            shape, stride = list(t.shape), list(t.stride())
+            labels = [label for label, _ in check.expand(param, sizes, self.spec)]
+            if "nnz_kv" in labels:  # the kernel finds keys by page and row
+                shape.insert(labels.index("nnz_kv"), 1)
+                stride.insert(labels.index("nnz_kv"), 0)
+            fields |= launch.tensor_fields(param, shape, stride)
+        units = {name: key_strides(name, t) for name, t in (("k", k), ("v", v))}
+        binding = launch.Binding(self.entry, self.loaded.function, self.loaded.sm_count)
+        if self.entry["source"] == "tma":
+            binding.set_maps({f"map_{name}": self._map(name, t) for name, t in (("k", k), ("v", v))})
+        else:
+            for name, strides in units.items():
+                fields |= {f"{name}_{d}_stride": s for d, s in zip(("page", "row", "head"), strides, strict=True)}
+        binding.set_fields(fields)
+        for name, address in addresses.items():
+            binding.cell(name).value = address
+        return binding
+
+    def _map(self, name: str, t: torch.Tensor) -> bytes:
+        encoded = self.loaded.encode(t, self.dtype, self.entry["tma"][f"map_{name}"], t.data_ptr())
+        if encoded is None:
+            raise ValueError(
+                f"{name}: expected strides that TMA can address, found {list(t.stride())}; pass {name}.contiguous()"
+            )
+        return encoded
+
+
+def row_strides(name: str, t: torch.Tensor) -> dict[str, int]:
+    """The kernel's strides of q or out, in elements."""
+    row, head = (s if n > 1 else 0 for n, s in zip(t.shape[:2], t.stride()[:2], strict=True))
+    return {f"{name}_row_stride": row, f"{name}_head_stride": head}
+
+
+def unfit_rows(t: torch.Tensor) -> bool:
+    """Can't the kernel address q or out with these strides?"""
+    return any(s * t.element_size() % ALIGNMENT or s > I32_MAX for s in row_strides("", t).values())
+
+
+def key_strides(name: str, t: torch.Tensor) -> list[int]:
+    """Strides of a page, a row and a head in units of 16 bytes.  ValueError where they aren't whole or don't fit."""
+    item = t.element_size()
+    strides = [s * item if n > 1 else 0 for n, s in zip(t.shape[:3], t.stride()[:3], strict=True)]
+    if any(s % ALIGNMENT or s // ALIGNMENT > I32_MAX for s in strides):
+        raise ValueError(
+            f"{name}: expected strides that are multiples of 16 bytes, below 32 GiB, found {list(t.stride())} elements "
+            f"of {item} bytes; a cache is never copied"
+        )
+    return [s // ALIGNMENT for s in strides]
+
+
+class ServedLaunch:
+    """A run that launches: everything but pointers, scalars and the stream is in place."""
+
+    requires_grad = False
+
+    def __init__(
+        self, served: Served, binding: launch.Binding, results: Results, empty_kv: int, run: Callable[..., Any],
+        hold: Callable[[ServedLaunch, Sequence[int | float]], None],
+    ):  # fmt: skip
+        """`empty_kv`: where k and v point that have no element, else 0.  `run`: the same run with other tensors.
+        `hold`: told of a run that a graph captures."""
+        spec, loaded = served.spec, served.loaded
+        self._binding, self._results, self._empty_kv = binding, results, empty_kv
+        self._driver, self._index, self._run, self._hold = loaded.driver, loaded.index, run, hold
+        prefix = "map_" if served.entry["source"] == "tma" else ""
+        self._q, self._k, self._v, self._o = (binding.cell(n) for n in ("q", f"{prefix}k", f"{prefix}v", "out"))
+        self._lse = binding.cell("lse")
+        self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
+        self._pointers = [
+            (n, t.name, binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1)
+            for n, t in enumerate(spec.tensors, start=3)
+        ]
+
+    def call(self, tensors, scalars, out, lse, return_lse):
+        q, k, v = tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
+        if self._empty_kv:
+            k = v = self._empty_kv
+        o = 0 if out is None else out.data_ptr()
+        if (q | k | v | o) & MISALIGNED:
+            return self._misaligned(tensors, scalars, out, lse, return_lse)
+        out = self._results.make_out() if out is None else out
+        lse = self._results.make_lse() if lse is None and return_lse else lse
+        driver, binding = self._driver, self._binding
+        stream = driver.current_stream(self._index)
+        if driver.is_capturing(stream):
+            self._hold(self, scalars)
+        with binding.lock:
+            self._q.value = q
+            self._k.value = k
+            self._v.value = v
+            self._o.value = out.data_ptr()
+            self._lse.value = 0 if lse is None else lse.data_ptr()
+            for n, cell in self._scalars:
+                cell.value = scalars[n]
+            for n, name, cell, mask in self._pointers:
+                cell.value = pointer = tensors[n].data_ptr()
+                if pointer & mask:
+                    raise ValueError(f"{name}: expected elements at multiples of {mask + 1} bytes, found {pointer:#x}")
+            driver.launch(binding.function, binding.grid, stream, binding.arguments)
+        return (out, lse) if return_lse else out
+
+    def _misaligned(self, tensors, scalars, out, lse, return_lse):
+        for name, t in (("k", tensors[1]), ("v", tensors[2])):
+            if t.data_ptr() & MISALIGNED and not self._empty_kv:
+                raise ValueError(
+                    f"{name}: expected a base address that is a multiple of 16 bytes, found {t.data_ptr():#x}; a cache "
+                    f"is never copied"
+                )
+        named = (("q", tensors[0]), ("out", out))
+        unfit = frozenset(name for name, t in named if t is not None and t.data_ptr() & MISALIGNED)
+        return Copies(self._run, unfit).call(tensors, scalars, out, lse, return_lse)

@@ -1,0 +1,351 @@
+"""BatchAttention over a recording driver: what a launch finds in memory after a plan, and what a run passes on."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+from fake_driver import FakeDriver, artifact, served_artifact
+
+from attncc.runtime import plan as planning
+from attncc.runtime.batch import BatchAttention
+from attncc.runtime.kernel import Kernel
+
+BF16 = torch.bfloat16
+CAUSAL = {"lo": None, "hi": ["add", ["leaf", "i1"], ["const", 1]]}
+WINDOW = {
+    "lo": ["add", ["sub", ["leaf", "i0"], ["param", "window"]], ["const", 1]],
+    "hi": ["add", ["leaf", "i1"], ["const", 1]],
+}
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver(sms=4)
+
+
+def attention(driver, page_size=16, heads=(8, 2), kernel=None, **options):
+    named = {name: options.pop(name) for name in ("scalars", "tensors", "visible", "source", "scan") if name in options}
+    kernel = kernel or Kernel(served_artifact(page_size=page_size, **named), driver)
+    given = {"max_batch_size": 8, "max_qo_rows": 512, "device": "cpu", **options}
+    return BatchAttention(kernel, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, **given)
+
+
+def rows(*shape):
+    return torch.randn(*shape).to(BF16)
+
+
+def ints(address, *shape):
+    count = int(np.prod(shape))
+    return np.array((ctypes.c_int32 * count).from_address(address)).reshape(shape) if count else np.zeros(shape, int)
+
+
+def plan_of(values):
+    """(items, targets' first word, page ids of every item) as a kernel would find them."""
+    tickets, lanes, *_ = ints(values["header"], 4)
+    items = ints(values["items"], tickets // lanes, planning.ITEM)
+    size = values["page_size"]
+    pages = [
+        ints(values["kv_indices"] + 4 * int(x[planning.TABLE]), -(-int(x[planning.KEYS]) // size)) if size else None
+        for x in items
+    ]
+    return items, pages
+
+
+TABLE = ([0, 1, 1, 6], [0, 3, 4, 6], [7, 2, 9, 4, 0, 5, -1, -1], [16, 1, 3])  # kv_len 48, 1, 19
+
+
+# ---------------------------------------------------------------------- plan and run
+
+
+def test_what_a_launch_finds(driver):
+    attn = attention(driver)
+    q, k, v = rows(6, 8, 128), rows(10, 16, 2, 128), rows(10, 16, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values))
+    attn.plan(*TABLE)
+    out, lse = attn.run(q, (k, v), return_lse=True)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((6, 8, 128), BF16, (6, 8), torch.float32)
+    (launch,) = driver.launches
+    values = launch.values
+    assert launch.grid == 4
+    assert (values["q"], values["out"], values["lse"]) == (q.data_ptr(), out.data_ptr(), lse.data_ptr())
+    assert (values["map_k"][0], values["map_v"][0]) == (k.data_ptr(), v.data_ptr())
+    assert {n: values[n] for n in ("num_qo_heads", "num_kv_heads", "group_size", "page_size")} == {
+        "num_qo_heads": 8, "num_kv_heads": 2, "group_size": 4, "page_size": 16,
+    }  # fmt: skip
+    assert (values["q_row_stride"], values["q_head_stride"]) == (8 * 128, 128)
+    assert (values["out_row_stride"], values["out_head_stride"]) == (8 * 128, 128)
+    assert driver.encoded[0].dims == (128, 16, 2, 10)
+    assert driver.encoded[0].strides == (2 * 128 * 2, 128 * 2, 16 * 2 * 128 * 2)
+    ((items, pages),) = seen
+    assert sorted(items[:, planning.REQUEST]) == [0, 2]  # the second has no row
+    for item, ids in zip(items, pages, strict=True):
+        assert ids.tolist() == ([7, 2, 9] if item[planning.REQUEST] == 0 else [0, 5])
+        assert item[planning.KEYS] == (48 if item[planning.REQUEST] == 0 else 19)
+    assert ints(values["tickets"], 2).tolist() == [0, 0]
+    assert len({values[n] for n in ("header", "items", "targets", "sources", "part_o", "part_lse", "counters")}) == 7
+
+
+@pytest.mark.parametrize("make", [
+    lambda x: torch.tensor(x, dtype=torch.int32), lambda x: torch.tensor(x), lambda x: np.array(x, np.int32),
+    lambda x: torch.tensor([x, x]).t()[:, 1], lambda x: np.array([x, x]).T[:, 0], tuple,
+])  # fmt: skip
+def test_indices_of_any_kind_make_the_same_plan(driver, make):
+    found = []
+    driver.on_launch = lambda values: found.append(plan_of(values))
+    attn = attention(driver)
+    q, kv = rows(6, 8, 128), (rows(10, 16, 2, 128), rows(10, 16, 2, 128))
+    for table in (TABLE, [make(x) for x in TABLE]):
+        attn.plan(*table)
+        attn.run(q, kv)
+    (items, pages), (other, same) = found
+    assert (items == other).all()
+    assert [x.tolist() for x in pages] == [x.tolist() for x in same]
+
+
+def test_addresses_stay_and_plans_change(driver):
+    attn = attention(driver)
+    seen = []
+    driver.on_launch = lambda values: seen.append((plan_of(values)[0][:, planning.KEYS].tolist(), values))
+    k = rows(40, 16, 2, 128)
+    for n in range(1, 8):
+        attn.plan([0, 1], [0, n], list(range(n)), [5])
+        attn.run(rows(1, 8, 128), (k, k))
+    assert [x for x, _ in seen] == [[16 * (n - 1) + 5] for n in range(1, 8)]
+    fixed = ("header", "items", "targets", "sources", "requests", "row_request", "kv_indices", "part_o", "counters")
+    assert all(len({values[name] for _, values in seen}) == 1 for name in fixed)
+
+
+def test_a_gathering_kernel_gets_strides_in_units_of_16_bytes(driver):
+    attn = attention(driver, page_size=5, source="gather")
+    combined = rows(10, 2, 2, 5, 128).transpose(2, 3)  # HND pages, K and V of a page together
+    k, v = combined[:, 0], rows(10, 5, 2, 128)
+    attn.plan([0, 1], [0, 2], [3, 9], [2])
+    attn.run(rows(1, 8, 128), (k, v))
+    values = driver.launches[0].values
+    assert (values["k"], values["v"]) == (k.data_ptr(), v.data_ptr())
+    assert [values[f"k_{x}_stride"] for x in ("page", "row", "head")] == [2 * 2 * 5 * 16, 16, 5 * 16]
+    assert [values[f"v_{x}_stride"] for x in ("page", "row", "head")] == [2 * 5 * 16, 2 * 16, 16]
+
+
+def test_ragged_keys(driver):
+    attn = attention(driver, page_size=None, tensors=[("bias", ["j", "g"], "f32"), ("w", ["iq", "h"], "f32")])
+    k, bias, w = rows(90, 2, 128), torch.zeros(90, 2), torch.zeros(7, 8)
+    attn.plan([0, 2, 7], [0, 60, 90])
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values)[0])
+    attn.run(rows(7, 8, 128), (k, k), bias=bias, w=w)
+    values = driver.launches[0].values
+    assert values["page_size"] == 0
+    assert driver.encoded[0].dims == (128, 90, 2, 1)
+    assert [values[f"t.bias.size.{n}"] for n in range(3)] == [1, 90, 2]
+    assert [values[f"t.bias.stride.{n}"] for n in range(3)] == [0, 2, 1]
+    assert [values[f"t.w.size.{n}"] for n in range(2)] == [7, 8]
+    starts = {int(x[planning.REQUEST]): int(x[planning.TABLE]) for x in seen[0]}
+    assert starts == {0: 0, 1: 60}
+
+
+def test_paged_tensors_over_keys_lie_as_the_caches(driver):
+    attn = attention(driver, tensors=[("bias", ["j", "g"], "f32")])
+    k, bias = rows(10, 16, 2, 128), torch.zeros(10, 16, 2)
+    attn.plan([0, 1], [0, 1], [9], [1])
+    attn.run(rows(1, 8, 128), (k, k), bias=bias)
+    assert [driver.launches[0].values[f"t.bias.stride.{n}"] for n in range(3)] == [32, 2, 1]
+    with pytest.raises(ValueError, match=r"bias: expected shape \[num_pages, page_size, g\] = \[10, 16, 2\], found"):
+        attn.run(rows(1, 8, 128), (k, k), bias=torch.zeros(160, 2))
+
+
+def test_scalars_given_to_a_plan_cut_its_work_and_bind_its_runs(driver):
+    attn = attention(driver, scalars=[("window", "i32", 100)], visible=WINDOW)
+    k, q = rows(100, 16, 2, 128), rows(1, 8, 128)
+    table = ([0, 1], [0, 100], list(range(100)), [16])
+    keys = []
+
+    def count(values):
+        items = plan_of(values)[0]
+        keys.append(int((items[:, planning.END] - items[:, planning.BEGIN]).sum()))
+
+    driver.on_launch = count
+    attn.plan(*table)
+    attn.run(q, (k, k), window=7)
+    attn.plan(*table, window=100)
+    attn.run(q, (k, k))  # the default
+    with pytest.raises(ValueError, match="window: expected 100 as in the plan, found 7"):
+        attn.run(q, (k, k), window=7)
+    assert keys == [1600, 128]
+    assert driver.launches[1].values["s.window"] == 100
+
+
+def test_results_go_where_they_are_told(driver):
+    attn = attention(driver)
+    k = rows(10, 16, 2, 128)
+    attn.plan(*TABLE)
+    q = rows(6, 8, 128)
+    out, lse = torch.zeros(6, 8, 128, dtype=BF16), torch.zeros(6, 8)
+    assert attn.run(q, (k, k), out=out) is out
+    found = attn.run(q, (k, k), out=out, lse=lse, return_lse=True)
+    assert found[0] is out and found[1] is lse
+    assert [launch.values["lse"] for launch in driver.launches] == [0, lse.data_ptr()]
+    assert [launch.values["out"] for launch in driver.launches] == [out.data_ptr()] * 2
+
+
+def test_rows_that_a_kernel_cannot_address_go_through_copies(driver):
+    attn = attention(driver)
+    k = rows(10, 16, 2, 128)
+    attn.plan(*TABLE)
+    odd = torch.zeros(6, 8, 132, dtype=BF16)[..., 2:130]
+    lse = torch.zeros(8, 6).t()
+    seen = {}
+
+    def write(values):
+        seen["q"] = torch.frombuffer(bytearray(ctypes.string_at(values["q"], 2 * 6 * 8 * 128)), dtype=BF16)
+        (ctypes.c_uint16 * (6 * 8 * 128)).from_address(values["out"])[:] = [0x4040] * (6 * 8 * 128)  # 3.0
+        (ctypes.c_float * 48).from_address(values["lse"])[:] = [4.0] * 48
+
+    driver.on_launch = write
+    q = torch.randn(6, 8, 130).to(BF16)[..., 1:129]
+    result = attn.run(q, (k, k), out=odd, lse=lse, return_lse=True)
+    assert result[0] is odd and result[1] is lse
+    assert bool((odd == 3).all()) and bool((lse == 4).all())
+    assert torch.equal(seen["q"].view(6, 8, 128), q)
+    aligned = torch.zeros(6, 8, 128, dtype=BF16)
+    shifted = torch.zeros(6 * 8 * 128 + 1, dtype=BF16)[1:].view(6, 8, 128)
+    for out in (aligned, shifted):  # one signature
+        attn.run(q, (k, k), out=out, lse=torch.zeros(6, 8))
+        assert bool((out == 3).all())
+
+
+def test_no_rows_no_launch(driver):
+    attn = attention(driver)
+    k = rows(10, 16, 2, 128)
+    attn.plan([0, 0, 0], [0, 1, 1], [0], [4, 0])
+    out, lse = attn.run(rows(0, 8, 128), (k, k), return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 8, 128), (0, 8))
+    attn.plan([0], [0], [], [])
+    assert attn.run(rows(0, 8, 128), (k, k)).shape == (0, 8, 128)
+    assert driver.launches == []
+
+
+def test_no_keys_at_all(driver):
+    attn = attention(driver)
+    attn.plan([0, 1], [0, 0], [], [0])
+    empty = rows(0, 16, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append(ctypes.string_at(values["map_k"][0], 16))
+    attn.run(rows(1, 8, 128), (empty, empty))
+    assert seen == [bytes(16)]
+
+
+# ---------------------------------------------------------------------- memory, graphs, streams
+
+
+def test_the_index_buffer_grows(driver):
+    attn = attention(driver)
+    k = rows(4, 16, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values))
+    for pages in (3, 50_000, 3):
+        ids = [n % 4 for n in range(pages)]
+        attn.plan([0, 1], [0, pages], ids, [16])
+        attn.run(rows(1, 8, 128), (k, k))
+        found = seen[-1][1]
+        assert all(x.tolist() == ids for x in found)
+    assert driver.launches[0].values["items"] != driver.launches[1].values["items"]
+    assert driver.launches[1].values["items"] == driver.launches[2].values["items"]
+
+
+def test_a_graph_holds_the_index_buffer(driver):
+    attn = attention(driver, max_kv_pages=None)
+    k = rows(4, 16, 2, 128)
+    attn.plan([0, 1], [0, 3], [0, 1, 2], [16])
+    driver.capturing = {0}
+    attn.run(rows(1, 8, 128), (k, k))
+    driver.capturing = set()
+    with pytest.raises(ValueError, match="kv_indices: expected at most 16384 page ids, since a captured run holds"):
+        attn.plan([0, 1], [0, 50_000], [0] * 50_000, [16])
+    attn.run(rows(1, 8, 128), (k, k))
+    with pytest.raises(
+        ValueError, match=r"k: expected at least 8 pages, since .* id 7, found 4; a captured run holds it"
+    ):
+        attn.plan([0, 1], [0, 3], [0, 7, 2], [16])
+
+
+def test_a_captured_run_may_have_rows_to_spare(driver):
+    attn = attention(driver)
+    k, q = rows(4, 16, 2, 128), rows(8, 8, 128)
+    attn.plan([0, 1], [0, 3], [0, 1, 2], [16])
+    with pytest.raises(ValueError, match=r"q: expected 1 rows, qo_indptr\[-1\] of the plan, found 8"):
+        attn.run(q, (k, k))
+    driver.capturing = {0}
+    attn.run(q, (k, k))
+    with pytest.raises(ValueError, match="plan: expected outside a graph capture, found one"):
+        attn.plan([0, 1], [0, 3], [0, 1, 2], [16])
+    driver.capturing = set()
+    with pytest.raises(ValueError, match="q: expected 1 rows"):
+        attn.run(q, (k, k))
+    attn.plan([0, 8], [0, 3], [0, 1, 2], [16])
+    attn.run(q, (k, k))
+
+
+def test_a_plan_may_rely_on_no_other_scalars_than_captured_runs(driver):
+    attn = attention(driver, scalars=[("window", "i32", None)], visible=WINDOW)
+    k, q = rows(4, 16, 2, 128), rows(1, 8, 128)
+    table = ([0, 1], [0, 3], [0, 1, 2], [16])
+    attn.plan(*table, window=30)
+    driver.capturing = {0}
+    attn.run(q, (k, k), window=30)
+    driver.capturing = set()
+    attn.plan(*table)
+    attn.plan(*table, window=30)
+    with pytest.raises(ValueError, match="window: expected no other values than captured runs were planned with"):
+        attn.plan(*table, window=20)
+
+
+def test_objects_share_no_memory(driver):
+    kernel = Kernel(served_artifact(), driver)
+    a, b = (attention(driver, kernel=kernel) for _ in range(2))
+    k = rows(10, 16, 2, 128)
+    for stream, attn in ((7, a), (9, b)):
+        driver.stream[0] = stream
+        attn.plan(*TABLE)
+        attn.run(rows(6, 8, 128), (k, k))
+    first, second = (launch.values for launch in driver.launches)
+    assert [launch.stream for launch in driver.launches] == [7, 9]
+    for name in ("header", "tickets", "items", "targets", "sources", "part_o", "part_lse", "counters", "kv_indices"):
+        assert first[name] != second[name]
+
+
+# ---------------------------------------------------------------------- where the kernel comes from
+
+
+def test_any_layout_is_built_when_it_is_asked_for(driver):
+    asked = []
+
+    def build(layout, page_size):
+        asked.append((layout, page_size))
+        return artifact() if layout == "dense" else served_artifact(page_size=page_size)
+
+    kernel = Kernel(served_artifact(page_size=16), driver, build=build)
+    for page_size in (16, 8, 8, None):
+        attention(driver, kernel=kernel, page_size=page_size)
+    assert asked == [("paged", 8), ("ragged", None)]
+    kernel(rows(1, 5, 8, 128), rows(1, 5, 2, 128), rows(1, 5, 2, 128))
+    assert asked[2:] == [("dense", None)]
+    assert driver.launches[0].values["qo_len"] == 5
+
+
+def test_an_artifact_serves_what_it_was_built_for(driver):
+    paged = Kernel(served_artifact(page_size=16), driver)
+    with pytest.raises(ValueError) as e:
+        attention(driver, kernel=paged, page_size=8)
+    assert str(e.value) == (
+        "kernel: expected an artifact for layout 'paged', page_size 8, found one for layout 'paged', page_size 16; "
+        "`attncc build --layout paged --page-size 8` builds it, and attncc.compile makes kernels for any layout"
+    )
+    with pytest.raises(ValueError, match="expected an artifact for layout 'dense', found one for layout 'paged'"):
+        paged(rows(1, 5, 8, 128), rows(1, 5, 2, 128), rows(1, 5, 2, 128))
+    with pytest.raises(ValueError, match="expected an artifact for layout 'ragged', found one for layout 'dense'"):
+        attention(driver, kernel=Kernel(artifact(), driver), page_size=None)

@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import launch
+from attncc.runtime import launch, prefix
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
 from attncc.runtime.arena import Arena
 from attncc.runtime.driver import driver as cuda_driver
 from attncc.runtime.kernel import MAX_BINDINGS, Kernel
+from attncc.runtime.plan_levels import plan_levels
 from attncc.runtime.results import Copies, Nothing, Results
 from attncc.runtime.served_launch import Served, ServedLaunch, unfit_rows
 from attncc.runtime.visible import Visible
@@ -135,8 +136,6 @@ class BatchAttention:
         batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
         visible = self._visible_keys(values)
         if shared_prefix == "auto" and table.kv_indices is not None:
-            from attncc.runtime import prefix
-
             self._adopt([table], values, prefix.auto(self._shape, batch, table.kv_indices, visible))
         else:
             self._adopt([table], values, planning.plan(self._shape, batch, visible))
@@ -148,12 +147,10 @@ class BatchAttention:
         Outermost level first: a row sees the keys of its group in every level, one after another, and positions count
         through all of them.  Groups lie inside those of the level before; those of the last level are the requests.
         """
-        from attncc.runtime import prefix
-
         values = self._plan_scalars(scalars)
         tables = serving.levels(self._served.page_size, levels)
         batches = [planning.Batch(t.qo_indptr, t.kv_start, t.kv_len) for t in tables]
-        self._adopt(tables, values, prefix.plan_cascade(self._shape, batches, self._visible_keys(values)))
+        self._adopt(tables, values, plan_levels(self._shape, batches, self._visible_keys(values)))
 
     def plan_block_sparse(self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, **options: Any) -> None:
         """Not there yet: ValueError."""

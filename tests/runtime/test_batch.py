@@ -239,6 +239,63 @@ def test_no_keys_at_all(driver):
     assert seen == [bytes(16)]
 
 
+# ---------------------------------------------------------------------- shared keys
+
+
+def rows_of_requests(values):
+    """row_request and requests, as far as a plan with rows of several requests fills them."""
+    return ints(values["row_request"], 2).tolist(), ints(values["requests"], 2, 4).tolist()
+
+
+def test_a_cascade_finds_the_pages_of_every_level(driver):
+    """Two requests of one row that share two pages, each with a page and a bit of its own."""
+    attn = attention(driver)
+    k = rows(10, 16, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append((*plan_of(values), rows_of_requests(values)))
+    attn.plan_cascade([([0, 2], [0, 2], [7, 3, -1], [16]), ([0, 1, 2], [0, 1, 3], torch.tensor([5, 2, 9]), [4, 1])])
+    attn.run(rows(2, 8, 128), (k, k))
+    items, pages, (row_request, requests) = seen[0]
+    by_request = {int(x[planning.REQUEST]): (x, ids.tolist()) for x, ids in zip(items, pages, strict=True)}
+    assert {b: ids for b, (_, ids) in by_request.items()} == {-1: [7, 3], 0: [5], 1: [2, 9]}
+    assert {b: int(x[planning.OFFSET]) for b, (x, _) in by_request.items()} == {-1: 0, 0: 32, 1: 32}
+    assert row_request == [0, 1]
+    assert [x[:3] for x in requests] == [[0, 1, 36], [1, 1, 49]]
+    attn.plan([0, 1, 2], [0, 3, 6], [7, 3, 5, 7, 3, 2], [4, 4])
+    attn.run(rows(2, 8, 128), (k, k))
+    assert sorted(x.tolist() for x in seen[1][1]) == [[7, 3, 2], [7, 3, 5]]
+
+
+def test_a_ragged_cascade(driver):
+    attn = attention(driver, page_size=None)
+    k = rows(60, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values)[0])
+    attn.plan_cascade([([0, 2], [0, 40]), ([0, 1, 2], [40, 50, 60])])
+    attn.run(rows(2, 8, 128), (k, k))
+    assert sorted((int(x[planning.TABLE]), int(x[planning.KEYS])) for x in seen[0]) == [(0, 40), (40, 10), (50, 10)]
+    with pytest.raises(ValueError, match=r"k: expected at least 60 rows"):
+        attn.run(rows(2, 8, 128), (k[:59], k[:59]))
+    with pytest.raises(ValueError, match=r"levels\[0\].kv_indptr: expected offsets from 0, found -1"):
+        attn.plan_cascade([([0, 2], [-1, 40])])
+
+
+def test_a_prefix_that_pays_is_found(driver):
+    """Eight requests with 200 pages in common: read once for all of them, and only where it is asked for."""
+    attn = attention(driver)
+    k = rows(220, 16, 2, 128)
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values)[1])
+    ids = [page for b in range(8) for page in (*range(200), 200 + b)]
+    table = (list(range(9)), [201 * b for b in range(9)], ids, [7] * 8)
+    for shared_prefix in (None, "auto"):
+        attn.plan(*table, shared_prefix=shared_prefix)
+        attn.run(rows(8, 8, 128), (k, k))
+    lists = [{tuple(x.tolist()) for x in found} for found in seen]
+    assert lists[0] == {(*range(200), 200 + b) for b in range(8)}
+    assert lists[1] == {tuple(range(200)), *((200 + b,) for b in range(8))}
+
+
 # ---------------------------------------------------------------------- memory, graphs, streams
 
 

@@ -43,6 +43,7 @@ class Env(NamedTuple):
     # served kernels: where the request's rows and keys lie
     q_start: Any = None
     key_offset: Any = None
+    key_stop: Any = None
     table: Any = None
     page_size: Any = None
     kv_indices: Any = None

@@ -4,11 +4,9 @@ A warp's lanes hold the addresses of rows, 32 at a time; neighbouring lanes then
 with its address by shuffle.  These are writes of the generic proxy: who multiplies the tile must fence first.
 """
 
-import math
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from .layout import panel_width
 
@@ -28,24 +26,28 @@ def place(row, chunk, rows: int, tile: int):
     return (chunk // each) * (rows * width * 2) + row * (width * 2) + swizzled * 16
 
 
-def copy_rows(rows: int, tile: int, width: int, base, addresses, valid):
+@cute.jit
+def copy_rows(
+    rows: cutlass.Constexpr, tile: cutlass.Constexpr, width: cutlass.Constexpr, base: Int32, addresses, valid: Int32
+):
     """Rows 0 … rows - 1 of `width` features (16 bits each) to a tile of `tile` features at shared address `base`.
     `addresses[k]`: of row 32 k + lane; rows from `valid` on and features from `width` on become zeros, unread."""
     lane = cute.arch.lane_idx()
     chunks = tile // 8
-    period = math.lcm(32, chunks) // 32  # copies after which the pattern of rows and chunks repeats
-    step = period * 32 // chunks
-    places = [((32 * k + lane) // chunks, (32 * k + lane) % chunks) for k in range(period)]
-    for n in range(rows * chunks // 32):
-        first = n // period * step
-        row, chunk = first + places[n % period][0], places[n % period][1]
-        source = shuffle64(addresses[first // 32], row & 31) + Int64(chunk) * 16
-        size = cutlass.select_((row < valid) & (chunk * 8 < width), Int32(16), Int32(0))
-        target = base + place(row, chunk, rows, tile)
-        cute.arch.inline_ptx(
-            "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
-            read_only_args=[target, source, size],
-        )
+    for k in cutlass.range_constexpr((rows + 31) // 32):
+        # eight rows at a time, after which the swizzle repeats
+        for eight in cutlass.range(min(rows - 32 * k, 32) // 8, unroll=1):
+            for n in cutlass.range_constexpr(chunks // 4):
+                row, chunk = (32 * n + lane) // chunks, (32 * n + lane) % chunks
+                source = shuffle64(addresses[k], 8 * eight + row) + Int64(chunk) * 16
+                exists = 32 * k + 8 * eight + row < valid
+                if const_expr(width < tile):
+                    exists = exists & (chunk * 8 < width)
+                target = base + (32 * k + 8 * eight) * (panel_width(tile) * 2) + place(row, chunk, rows, tile)
+                cute.arch.inline_ptx(
+                    "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+                    read_only_args=[target, source, cutlass.select_(exists, Int32(16), Int32(0))],
+                )
 
 
 def announce(barrier) -> None:

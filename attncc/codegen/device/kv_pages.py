@@ -167,7 +167,7 @@ def stream_keys(
 
 def walk_of_item(holes, item, lists, sizes) -> Walk:
     owner = Owner(holes.request, holes.q_start, holes.qo_len, holes.kv_len)
-    env = env_of(owner, item.g * sizes.group_size, item.g, holes.offset, item.table, lists, sizes)
+    env = env_of(owner, item.g * sizes.group_size, item.g, holes.offset, item.keys, item.table, lists, sizes)
     return Walk(
         env, holes.i0, holes.i1, holes.lo, holes.hi, holes.clear_lo, holes.clear_hi, holes.offset, item.keys,
         holes.classify != 0,

@@ -146,19 +146,19 @@ def owner_of(owner, lists, row: Int32):
     return Owner(request, q_start, qo_len, kv_len)
 
 
-def env_of(owner, h, g, offset, table, lists, sizes) -> Env:
+def env_of(owner, h, g, offset, keys, table, lists, sizes) -> Env:
     return Env(
         owner.request, h, g, owner.qo_len, owner.kv_len, sizes.num_qo_heads, sizes.num_kv_heads, sizes.group_size,
-        sizes.params, owner.q_start, offset, table, sizes.page_size, lists.kv_indices.toint(),
+        sizes.params, owner.q_start, offset, offset + keys, table, sizes.page_size, lists.kv_indices.toint(),
     )  # fmt: skip
 
 
-def row_env(owner, packed, g, offset, table, lists, sizes):
+def row_env(owner, packed, g, offset, keys, table, lists, sizes):
     """(environment, row in its request) of a packed row."""
     r = packed // sizes.group_size
     mine = owner_of(owner, lists, r)
     h = g * sizes.group_size + (packed - r * sizes.group_size)
-    return env_of(mine, h, g, offset, table, lists, sizes), r - mine.q_start
+    return env_of(mine, h, g, offset, keys, table, lists, sizes), r - mine.q_start
 
 
 def open_packed(p, fn, owner, g, row0, rows, row, offset, table, keys, i0, lists, sizes) -> Tile:
@@ -166,7 +166,7 @@ def open_packed(p, fn, owner, g, row0, rows, row, offset, table, keys, i0, lists
     it.  Keys end `keys` past `offset`."""
     opened, stop = (), offset + keys
     for r in (row, row + 8):
-        env, iq = row_env(owner, row0 + cutlass.min(r, rows - 1), g, offset, table, lists, sizes)
+        env, iq = row_env(owner, row0 + cutlass.min(r, rows - 1), g, offset, keys, table, lists, sizes)
         hd = fn.head(env)
         opened = (*opened, open_row(p, fn, env, hd, unit_of(p, fn, hd), iq, stop))
     return Tile(opened, i0, stop)

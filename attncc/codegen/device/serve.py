@@ -14,6 +14,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -24,7 +25,7 @@ from .kv_pages import GATHER_WRITERS, Cache, stream_keys, stream_queries
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
 from .merge import BAR_FREE, BAR_STORED, BAR_TAKEN, arrive, hand_over, merge_pieces, receive, store_partial
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
-from .ring import Ring, advance, is_lead, open_ring, release, release_for, warp_uniform
+from .ring import Ring, is_lead, open_ring, release, release_for, warp_uniform
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
 
@@ -45,10 +46,9 @@ def wait_block(ring: cutlass.Constexpr, at: Int32):
     return slot
 
 
-def block_of(p, tags, slot, item, number, c_in) -> Block:
-    """The `number`-th block of an item, from its last one down."""
+def block_of(p, tags, slot, item, n, c_in) -> Block:
+    """Block n of an item; where the mask has holes, the one that the slot's tag says."""
     if p.counted:
-        n = item.end - 1 - number
         # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
         masked = cutlass.Uint32(n - item.clear_begin) >= cutlass.Uint32(item.clear_count)
     else:
@@ -89,11 +89,14 @@ def attend(
     acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, v_base = frags
     c_in = (t % 4) * 2
     stride = 1 + item.split
+    n = item.end - 1 - number
+    steps = warp_uniform((item.end - item.begin - number + item.split) >> item.split)
+    at = warp_uniform(at)
     # ---- first block
     ks = wait_block(k_ring, at)
     landed(p)
     issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
-    block = block_of(p, tags, ks, item, number, c_in)
+    block = block_of(p, tags, ks, item, n, c_in)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
     weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, True)
@@ -103,9 +106,9 @@ def attend(
             vs = wait_block(v_ring, at)
             clear_tail(p, v_base + vs * (p.tile_kv * p.tile_vo * 2), left, t, w)
     # ---- the others: scores of this block beside the product of the last one
-    count = item.end - item.begin
-    for n in cutlass.range(number + stride, count, stride, unroll=1):
+    for _ in cutlass.range(1, steps, unroll=1):
         nxt = at + stride
+        n = n - stride
         ks = wait_block(k_ring, nxt)
         block = block_of(p, tags, ks, item, n, c_in)
         vs = wait_block(v_ring, at)
@@ -195,6 +198,19 @@ def open_item(p, fn, item, row, lists, sizes):
     )
 
 
+def own_place():
+    """(thread of its warpgroup, consumer warpgroup), read afresh from the hardware."""
+    t = Int32(llvm.inline_asm(Int32.mlir_type, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))
+    return t % 128, warp_uniform(t // 128) - 1
+
+
+def next_item(ring, items, turn):
+    """The `turn`-th item; its slot is not given back."""
+    slot, phase = ring_place(ring.stages, turn)
+    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    return peek(Work, items, slot)
+
+
 @cute.jit
 def consume(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags, rings: cutlass.Constexpr, items, tags,
@@ -221,27 +237,26 @@ def consume(
     state = new_state()
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
 
-    start, qs, qph, it, iph = (Int32(0) for _ in range(5))
-    side = Int32(0)
-    owed = Boolean(False)  # the second warpgroup has handed over, and not yet seen that it was read
-    cute.arch.mbarrier_wait(item_ring.full + it, iph)
-    item = peek(Work, items, it)
+    turn, start = Int32(0), Int32(0)  # items and blocks so far
+    owed = Int32(0)  # the second warpgroup has handed over, and not yet seen that it was read: 1, 2 by side of the ring
+    item = next_item(item_ring, items, turn)
     live = item.live != 0
     while live:
         split = item.split != 0
         tile = open_item(p, fn, item, cutlass.select_(split, Int32(0), 64 * w) + r_in, lists, sizes)
-        if split & (w == 0):
+        if item.split > w:
             cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
         # A barrier tells phases apart by parity alone: before it waits for a slot that the other warpgroup used, this
         # one must know that its use is over.  (The first knows when it has received.)
-        if owed & ((not split) | ((start & 1) != side)):
+        side = item.split * (1 + (start & 1))
+        if owed * (owed ^ side) != 0:  # one comparison, for the sake of ptxas
             cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
-            owed = Boolean(False)
-        side = start & 1
+            owed = Int32(0)
         reset(p, state, tile)
         acc_o.fill(0.0)
-        q_slot = qs * p.warpgroups + w
-        cute.arch.mbarrier_wait(q_ring.full + q_slot, qph)
+        q_slot, q_phase = ring_place(p.q_stages, turn)
+        q_slot = q_slot * p.warpgroups + w
+        cute.arch.mbarrier_wait(q_ring.full + q_slot, q_phase)
         cute.arch.fence_view_async_shared()
         count = item.end - item.begin
         if count > 0:
@@ -250,30 +265,30 @@ def consume(
                 p, fn, frags, state, tile, item, tags, k_ring, v_ring, q_slot, start + number, number, lead, zero, t, w
             )
         release(q_ring, q_slot, lead)
-        qs, qph = advance(p.q_stages, qs, qph)
-        start = start + count
-        # read and opened again: what the item says is not kept in registers through the loop
-        item = peek(Work, items, it)
+        # read and opened again: these are not kept in registers through the loop
+        t, w = own_place()
+        r_in = (t // 32) * 16 + (t % 32) // 4
+        item = peek(Work, items, turn & (ITEM_STAGES - 1))
         split = item.split != 0
         local = cutlass.select_(split, Int32(0), 64 * w)
         tile = open_item(p, fn, item, local + r_in, lists, sizes)
         used = r_in < item.rows
-        if owed:
+        if owed != 0:
             cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
-        owed = Boolean(split & (w == 1))
+        owed = item.split * w * (1 + (start & 1))
+        start = start + (item.end - item.begin)
         if split:
             if w == 1:
                 hand_over(p, acc_o, state, exchange, sums, used, t)
             else:
                 receive(p, acc_o, state, tile, exchange, sums, used, t)
-        if not owed:
+        if owed == 0:
             conclude(p, fn, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
-        release(item_ring, it, lead)
-        it, iph = advance(item_ring.stages, it, iph)
-        cute.arch.mbarrier_wait(item_ring.full + it, iph)
-        item = peek(Work, items, it)
+        release(item_ring, turn & (ITEM_STAGES - 1), lead)
+        turn = turn + 1
+        item = next_item(item_ring, items, turn)
         live = item.live != 0
-    if owed:
+    if owed != 0:
         cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
 
 

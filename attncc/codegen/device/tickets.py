@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
-from .packed import ITEM_WORDS, RECORD, RECORD_WORDS, WORDS, Owner, env_of, row_env, word
+from .packed import ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, row_env, word
 from .ring import advance
 from .schedule import Walk, count_blocks
 
@@ -24,7 +24,9 @@ def lanes_reduce(op, x):
 
 
 @cute.jit
-def position_range(p: cutlass.Constexpr, fn: cutlass.Constexpr, owner, g, row0, rows, offset, table, lists, sizes):
+def position_range(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, owner, g, row0, rows, offset, keys, table, lists, sizes
+):
     """(lo, hi, clear_lo, clear_hi, i0, i1, may the mask be asked about blocks of rows i0 … i1) of a packed tile."""
     together = Boolean(owner.request >= 0)
     if const_expr(p.ranges_by_row):
@@ -35,13 +37,13 @@ def position_range(p: cutlass.Constexpr, fn: cutlass.Constexpr, owner, g, row0, 
         first = row0 // sizes.group_size - owner.q_start
         last = (row0 + rows - 1) // sizes.group_size - owner.q_start
         i0, i1 = first + owner.kv_len - owner.qo_len, last + owner.kv_len - owner.qo_len
-        env = env_of(owner, g * sizes.group_size, g, offset, table, lists, sizes)
+        env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
         lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
     else:
         # of several requests, or of heads that see other keys: what any row sees, and what all do
         for k in cutlass.range((rows + 31) // 32, unroll=1):
             packed = row0 + cutlass.min(k * 32 + cute.arch.lane_idx(), rows - 1)
-            env, iq = row_env(owner, packed, g, offset, table, lists, sizes)
+            env, iq = row_env(owner, packed, g, offset, keys, table, lists, sizes)
             i = iq + env.kv_len - env.qo_len
             a, b, c, d = tile_bounds(fn, env, i, i)
             some = b > a
@@ -59,7 +61,7 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
     owner = Owner(r[WORDS["request"]], r[WORDS["q_start"]], r[WORDS["qo_len"]], r[WORDS["kv_len"]])
     rows, keys, offset, table = (r[WORDS[n]] for n in ("rows", "keys", "offset", "table"))
     lo, hi, clear_lo, clear_hi, i0, i1, together = position_range(
-        p, fn, owner, g, r[WORDS["row0"]], rows, offset, table, lists, sizes
+        p, fn, owner, g, r[WORDS["row0"]], rows, offset, keys, table, lists, sizes
     )
     lo = cutlass.max(lo - offset, r[WORDS["key_begin"]])
     hi = cutlass.min(hi - offset, r[WORDS["key_end"]])
@@ -71,7 +73,7 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
             clear_begin = (clear_lo + p.tile_kv - 1) // p.tile_kv
             clear_count = cutlass.max(clear_hi // p.tile_kv - clear_begin, 0)
         else:
-            env = env_of(owner, g * sizes.group_size, g, offset, table, lists, sizes)
+            env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
             end = count_blocks(p, fn, Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together))
     split = Int32((rows <= 64) & (end - begin >= 2))
     return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
@@ -90,19 +92,17 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
     live = Boolean(True)
     while live:
         live = ticket < total
-        mine, g = Int32(0), Int32(0)
+        cute.arch.mbarrier_wait(ring.empty + slot, phase)
+        at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
+        g = Int32(0)
         added = tuple(Int32(0) for _ in range(12))
         if live:
             record = ticket // heads
             if lane < RECORD_WORDS:
-                mine = word(lists.items, record * RECORD_WORDS + lane)
-            r = tuple(cute.arch.shuffle_sync(mine, k) for k in range(len(RECORD)))
-            g = r[WORDS["head"]] + (ticket - record * heads)
-            added = added_words(p, fn, r, g, lists, sizes)
-        cute.arch.mbarrier_wait(ring.empty + slot, phase)
-        at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
-        if lane < RECORD_WORDS:
-            at[lane] = mine
+                at[lane] = word(lists.items, record * RECORD_WORDS + lane)
+            cute.arch.sync_warp()
+            g = at[WORDS["head"]] + (ticket - record * heads)
+            added = added_words(p, fn, at, g, lists, sizes)
         if lane == 0:
             for k, x in enumerate((g, Int32(live), *added)):
                 at[RECORD_WORDS + k] = x

@@ -125,13 +125,12 @@ def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
         coarser *= 2
         pieces = divide(shape, tiles, coarser)
         cut = _cut(tiles, pieces)
-    base_of = base[pieces.tile]
-    base_of[:, BEGIN] = pieces.begin
-    base_of[:, END] = pieces.end
+    records = base[pieces.tile]
+    records[:, BEGIN], records[:, END] = pieces.begin, pieces.end
     targets, sources = np.empty((0, TARGET), np.int32), np.empty(0, np.int32)
     if cut.partial_rows:
-        targets, sources = _merges(base, base_of, pieces, cut)
-    return assemble(shape, tiles, pieces, base_of, targets, sources, cut.partial_rows)
+        targets, sources = _merges(base, records, pieces, cut)
+    return assemble(shape, tiles, pieces, records, targets, sources, cut.partial_rows)
 
 
 def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:
@@ -151,9 +150,10 @@ def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, 
     first = indptr[:-1] * group
     packed = indptr[1:] * group - first
     count = (packed + (size - 1)) // size
-    of = np.arange(len(count)) if (count == 1).all() else np.arange(len(count)).repeat(count)
-    if len(count) == 0 or count.max() <= 1:
+    if not np.count_nonzero(count > 1):
+        of = count.nonzero()[0]
         return of, first[of], packed[of], count
+    of = np.arange(len(count)).repeat(count)
     within = (np.arange(len(of)) - (count.cumsum() - count)[of]) * size
     return of, first[of] + within, np.minimum(packed[of] - within, size), count
 
@@ -180,8 +180,8 @@ def _tiles(shape: Shape, batch: Batch, visible: Visible | None) -> tuple[Tiles, 
 
 def outward(visible, offset, keys: np.ndarray, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
     """Visible positions [lo, hi) as local keys [begin, end) in whole blocks; 0, 0 where there are none."""
-    lo = np.clip(visible[0] - offset, 0, keys)
-    hi = np.clip(visible[1] - offset, 0, keys)
+    lo = np.maximum(visible[0] - offset, 0)
+    hi = np.minimum(visible[1] - offset, keys)
     some = lo < hi
     begin = np.where(some, lo // tile_kv * tile_kv, 0)
     return begin, np.where(some, np.minimum(-(-hi // tile_kv) * tile_kv, keys), 0)
@@ -199,24 +199,29 @@ def _cut(tiles: Tiles, pieces: Pieces) -> _Cut:
     of = pieces.tile
     if len(of) == len(tiles.rows):
         return _Cut(of[:0], of[:0], of[:0], of[:0], 0)
-    same = of[1:] == of[:-1]
-    member = np.zeros(len(of), bool)
-    member[1:] = same
-    member[:-1] |= same
-    member = np.flatnonzero(member)
-    tile, first, count = np.unique(of[member], return_index=True, return_counts=True)
+    goes_on = (of[1:] == of[:-1]).nonzero()[0] + 1  # pieces that are not the first of their tile
+    kind = np.zeros(len(of), np.int8)
+    kind[goes_on - 1] = 1
+    kind[goes_on] = 2
+    member = kind.nonzero()[0]
+    first = (kind[member] == 1).nonzero()[0]
+    count = np.empty_like(first)
+    count[:-1] = first[1:] - first[:-1]
+    count[-1] = len(member) - first[-1]
+    tile = of[member[first]]
     return _Cut(member, tile, first, count, int((tiles.rows[tile] * count).sum()))
 
 
-def _merges(base: np.ndarray, base_of: np.ndarray, pieces: Pieces, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
+def _merges(base: np.ndarray, records: np.ndarray, pieces: Pieces, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
     """Targets and sources of the cut tiles; fills in TARGET0, TARGETS and DELTA of their pieces."""
-    rows = base_of[cut.member, ROWS].astype(np.int64)
-    delta = rows.cumsum() - rows - base_of[cut.member, ROW0]
-    base_of[cut.member, DELTA] = delta
+    rows = records[cut.member, ROWS].astype(np.int64)
+    delta = rows.cumsum() - rows - records[cut.member, ROW0]
     parts = (base[cut.tile, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
     target0 = parts.cumsum() - parts
-    base_of[cut.member, TARGET0] = target0.repeat(cut.pieces)
-    base_of[cut.member, TARGETS] = parts.repeat(cut.pieces)
+    mine = np.arange(len(parts)).repeat(cut.pieces)
+    records[cut.member, TARGET0] = target0[mine]
+    records[cut.member, TARGETS] = parts[mine]
+    records[cut.member, DELTA] = delta
     of = np.arange(len(parts)).repeat(parts)
     within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
     tile = base[cut.tile[of]]

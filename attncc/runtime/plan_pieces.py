@@ -76,15 +76,17 @@ def most_units(sm_count: int, num_kv_heads: int) -> int:
 
 def divide(shape: Shape, tiles: Tiles, coarser: int = 1) -> Pieces:
     """The pieces of the tiles; with `coarser` n, of n times fewer stretches."""
-    costs = cost(tiles.begin, tiles.end, shape.tile_kv)
     if shape.batch_invariant:
         return _divide_alone(shape, tiles)
-    share = float(costs.sum()) * shape.num_kv_heads / shape.sm_count
-    whole = (tiles.siblings > 1) & (costs * WHOLE <= share)
+    costs = cost(tiles.begin, tiles.end, shape.tile_kv)
+    work = int(costs.sum())
+    share = work * shape.num_kv_heads / shape.sm_count
+    whole = tiles.siblings > 1
+    if np.count_nonzero(whole):
+        whole &= costs * WHOLE <= share
     units = even_units(shape.sm_count, shape.num_kv_heads)
-    if not whole.any():
-        units = min(units, int(costs.sum()) // STRETCH) // coarser
-        return _stretches(shape, tiles, costs, None, max(1, units))
+    if not np.count_nonzero(whole):
+        return _stretches(shape, tiles, costs, None, max(1, min(units, work // STRETCH) // coarser))
     loose = np.flatnonzero(~whole)
     work = int(costs[loose].sum())
     units = min(units, work // STRETCH, int(np.ceil(WHOLE * work / share))) // coarser  # finer than this evens nothing
@@ -105,17 +107,18 @@ def _stretches(shape: Shape, tiles: Tiles, costs: np.ndarray, loose: np.ndarray 
         before = spread
         reach = np.append(loose, len(costs))  # a cut may be the end of the line
         cuts = (reach[cuts >> 32] << 32) + (cuts & 0xFFFFFFFF)
-    key = np.arange(len(costs)) << 32  # pieces, as tile << 32 | first block
-    inside = cuts[(cuts & 0xFFFFFFFF) > 0]
+    tile = np.arange(len(costs))
+    key = tile << 32  # pieces, as tile << 32 | first block
+    inside = cuts[(cuts & 0xFFFFFFFF).nonzero()[0]]
+    begin, end, at = tiles.begin, tiles.end, before
     if len(inside):
         key = np.concatenate((key, inside))
         key.sort()
-    tile, block = key >> 32, key & 0xFFFFFFFF
-    begin, end = tiles.begin[tile] + block * shape.tile_kv, tiles.end[tile]
-    if len(inside):
-        cut = np.flatnonzero(block)
+        tile, block = key >> 32, key & 0xFFFFFFFF
+        begin, end, at = tiles.begin[tile] + block * shape.tile_kv, tiles.end[tile], before[tile] + block
+        cut = block.nonzero()[0]
         end[cut - 1] = begin[cut]
-    at, unit = before[tile] + block, cuts.searchsorted(key, side="right")
+    unit = cuts.searchsorted(key, side="right")
     if loose is None:
         start = at - at[unit.searchsorted(unit)]
     else:
@@ -140,7 +143,7 @@ def _cuts(costs: np.ndarray, last: np.ndarray, units: int) -> np.ndarray:
     at[over | (at < EDGE)] = 0
     cuts = ((tile + over) << 32) + at
     same = cuts[1:] == cuts[:-1]
-    return np.unique(cuts) if same.any() else cuts
+    return np.unique(cuts) if np.count_nonzero(same) else cuts
 
 
 def _divide_alone(shape: Shape, tiles: Tiles) -> Pieces:

@@ -171,6 +171,23 @@ def test_imbalance_is_bounded(requests, visible, sm_count):
     assert makespan(shape, p, 1) <= ideal * 1.15 + 2 * EDGE + 3
 
 
+@pytest.mark.parametrize(
+    ("qo_len", "kv_len"),
+    [([1024] * 16, [1024] * 16), ([4096] * 4, [4096] * 4), ([2048], [2048]), ([512] + [1] * 63, [32768] + [4096] * 63),
+     ([8192] + [1] * 4, [8192] + [100_000] * 4), ([40] * 32, [5000] * 32)],
+    ids=["16 x 1024", "4 x 4096", "1 x 2048", "a chunk and decode", "prefill and long decode", "verify"],
+)  # fmt: skip
+@pytest.mark.parametrize("visible", ["all", "causal"])
+def test_prefill_and_mixed_batches_end_together(qo_len, kv_len, visible):
+    shape = make_shape(
+        num_qo_heads=32, num_kv_heads=8, sm_count=132, tile_kv=128, kv_bytes=512, max_qo_rows=1 << 14,
+        partial_rows=1 << 14,
+    )  # fmt: skip
+    p = plan(shape, make_batch(qo_len, kv_len), VISIBLE[visible])
+    ideal = (record_costs(shape, p) + 1).sum() * int(p.header[1]) / shape.sm_count
+    assert makespan(shape, p, startup=1) <= 1.05 * ideal
+
+
 def test_units_deal_evenly():
     assert [even_units(132, h) for h in (1, 2, 4, 8, 16, 32)] == [132, 66, 33, 16, 8, 4]
     for heads in range(1, 129):

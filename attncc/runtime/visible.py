@@ -29,15 +29,19 @@ class Visible:
     """Both ends, compiled once.  `bind(scalars)` gives what `plan` takes as `visible`."""
 
     def __init__(self, spec: Mapping[str, Any]):
-        """`spec`: the manifest's {"lo": expression or null, "hi": expression or null}."""
+        """`spec`: the manifest's {"lo": expression or null, "hi": …}; "lo_any" and "hi_any", where there are such, are
+        weaker ends that ask for fewer scalars."""
         self._code = _Code()
-        self._lo, self._hi = (None if spec[end] is None else self._code.number(spec[end]) for end in ("lo", "hi"))
+        self._ends = [
+            [self._code.number(spec[name]) for name in (end, f"{end}_any") if spec.get(name) is not None]
+            for end in ("lo", "hi")
+        ]
 
     def bind(self, scalars: Mapping[str, Any]) -> Bounds | None:
         """(i0, i1, qo_len, kv_len) -> [lo, hi), int64 within [0, kv_len], for these values of the variant's scalars
         (and of leaves that are the same for all tiles, such as group_size).  None where both ends are unknown."""
         given = {name: known for name, x in scalars.items() if (known := _known(x)) is not None}
-        lo, hi = (None if end is None else self._code.needed(end, given) for end in (self._lo, self._hi))
+        lo, hi = (next(filter(None, (self._code.needed(e, given) for e in ends)), None) for ends in self._ends)
         if lo is None and hi is None:
             return None
         run = self._code.run

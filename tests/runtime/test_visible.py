@@ -101,6 +101,18 @@ def test_leaves_that_all_tiles_share():
     ]
 
 
+def test_weaker_ends_where_a_scalar_is_not_given():
+    spec = {**WINDOW, "lo_any": ["sub", ["leaf", "i0"], ["const", 700]], "hi_any": None}
+    assert ends(spec) == [[44, 172], [872, 1000]]
+    assert ends(spec, {"window": 100}) == [[645, 773], [872, 1000]]
+
+
+def test_division_by_zero_where_it_is_not_taken():
+    lo = ["select", ["lt", ["const", 0], ["param", "n"]], ["floordiv", ["leaf", "i0"], ["param", "n"]], ["const", 7]]
+    assert ends({"lo": lo, "hi": None}, {"n": 0})[0] == [7, 7]
+    assert ends({"lo": lo, "hi": None}, {"n": 2})[0] == [372, 436]
+
+
 def test_sums_wrap_as_the_kernels_do():
     lo = ["add", ["param", "x"], ["leaf", "i0"]]
     assert ends({"lo": lo, "hi": None}, {"x": 2**31 - 1})[0] == [0, 0]  # wrapped below zero

@@ -174,9 +174,16 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
 
 
 def _artifact(src: Source, variant: str | None, options: Options) -> Artifact:
+    """The built kernel of a variant.  Page sizes that make no difference to it share one entry of the cache."""
     from attncc import cache
 
-    return cache.get_or_build(_key(src, variant, options), lambda: built(src, variant, options))
+    if options.page_size is None:
+        return cache.get_or_build(_key(src, variant, options), lambda: built(src, variant, options))
+    from attncc.codegen.config import page_unit
+
+    like = replace(options, page_size=page_unit(options.page_size))
+    found = cache.get_or_build(_key(src, variant, like), lambda: built(src, variant, like))
+    return replace(found, manifest={**found.manifest, "page_size": options.page_size})
 
 
 def build_artifact(source: str | Path | Source, out_dir: str | Path, *, variant: str | None = None, **options: Any):

@@ -175,6 +175,10 @@ def test_a_kernel_is_built_for_the_layout_that_is_used(builds):
     assert attncc.compile(ONE, head_dim=64).serving("paged", 8).cubins == kernel.serving("paged", 8).cubins
     assert len(builds) == 3
     assert attncc.compile(ONE, head_dim=64, layout="paged", page_size=16).manifest["page_size"] == 16
+    assert len(builds) == 4
+    odd = [attncc.compile(ONE, head_dim=64, layout="paged", page_size=n) for n in (1, 11)]
+    assert [kernel.manifest["page_size"] for kernel in odd] == [1, 11]
+    assert len(builds) == 5  # rows of such pages are gathered one by one, whatever the size
 
 
 def test_a_served_artifact(builds, tmp_path):

@@ -77,14 +77,17 @@ class BatchAttention:
         )  # fmt: skip
         if deterministic not in (None, "batch_invariant"):
             raise ValueError(f"deterministic: expected None or 'batch_invariant', found {deterministic!r}")
-        artifact = kernel.serving("ragged" if page_size is None else "paged", page_size)
-        driver = driver or kernel.driver or cuda_driver()
-        self._device = serving.device_of(device, driver.device_type)
-        manifest, index = artifact.manifest, self._device.index or 0
-        entry, self._spec = manifest["kernels"]["serve"], check.Spec.of(manifest, driver.device_type)
-        function = driver.load(artifact.cubins["serve"], entry, manifest["arch"], index)
-        loaded = launch.Loaded(driver, index, function, driver.sm_count(index))
-        self._served = Served(loaded, entry, self._spec, manifest["dtype"], page_size)
+        used = driver or kernel.driver or cuda_driver()
+        self._device = serving.device_of(device, used.device_type)
+        layout, page_size = ("ragged", None) if page_size is None else ("paged", int(page_size))
+        artifact = kernel.serving(layout, page_size)
+        if driver is None or driver is kernel.driver:
+            loaded = kernel.loaded(self._device, layout, page_size)
+        else:
+            loaded = launch.Loaded(driver, artifact, self._device)
+        manifest, entry = artifact.manifest, loaded.entry
+        self._spec = check.Spec.of(manifest, used.device_type)
+        self._served = Served(loaded, self._spec, manifest["dtype"], page_size)
         self._parameters = check.Parameters(self._spec)
         self._visible = Visible(manifest["visible"]) if manifest.get("visible") else None
         self._max_kv_pages = max_kv_pages

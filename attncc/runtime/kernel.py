@@ -57,8 +57,8 @@ class Kernel:
         self._parameters = check.Parameters(self._spec)
         self._building = threading.Lock()
         self._bindings: dict[tuple, Any] = {}
-        self._devices: dict[torch.device, launch.Loaded] = {}
-        self._workspaces: dict[torch.device, Workspace] = {}
+        self._loaded: dict[tuple, launch.Loaded] = {}
+        self._workspaces: dict[tuple, Workspace] = {}
         self._lock = threading.Lock()
 
     @property
@@ -181,7 +181,7 @@ class Kernel:
         fields = launch.geometry(entry, spec, sizes)
         for param, t in zip(spec.tensors, tensors[3:], strict=True):
             fields |= launch.tensor_fields(param, t.shape, t.stride())
-        device = self._device(results.device)
+        device = self.loaded(results.device)
         q, k, v = tensors[:3]
         written = torch.empty(results.out_shape, dtype=results.dtype, device="meta") if out is None else out
         maps, unfit = {}, []
@@ -200,20 +200,20 @@ class Kernel:
         binding = launch.Binding(entry, device.function, min(tiles, device.sm_count))
         binding.set_maps(maps)
         binding.set_fields(fields)
-        take = self._workspaces[results.device].take
+        take = self._workspaces[results.device, "dense", None].take
         return _Launch(self, device, take, binding, results, empty_kv=sizes.kv_len == 0)
 
-    def _device(self, where: torch.device) -> launch.Loaded:
+    def loaded(self, where: torch.device, layout: str = "dense", page_size: int | None = None) -> launch.Loaded:
+        """The kernel for a layout, loaded on a device once for all who launch it.  Raises as `serving`, and as
+        Driver.load."""
+        artifact = self.serving(layout, page_size)
         with self._lock:
-            if where not in self._devices:
-                driver = self._driver = self._driver or cuda_driver()
-                index = where.index or 0
-                dense = self.serving("dense")
-                entry = dense.manifest["kernels"]["forward"]
-                function = driver.load(dense.cubins["forward"], entry, self.manifest["arch"], index)
-                self._workspaces[where] = Workspace(where)
-                self._devices[where] = launch.Loaded(driver, index, function, driver.sm_count(index))
-            return self._devices[where]
+            key = (where, layout, page_size)
+            if key not in self._loaded:
+                self._driver = self._driver or cuda_driver()
+                self._loaded[key] = launch.Loaded(self._driver, artifact, where)
+                self._workspaces[key] = Workspace(where)
+            return self._loaded[key]
 
 
 class _Launch:

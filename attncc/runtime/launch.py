@@ -12,7 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from attncc.runtime.arguments import I32_MAX, Sizes, Spec, TensorParam
+from attncc.runtime.artifact import Artifact
 from attncc.runtime.driver import CudaError
 from attncc.runtime.tensor_map import ALIGNMENT, MapCache, TensorMap, tensor_map, zero_map
 
@@ -90,10 +93,13 @@ def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int
 
 
 class Loaded:
-    """A kernel loaded on one device."""
+    """The one kernel of an artifact, loaded on one device."""
 
-    def __init__(self, driver: Any, index: int, function: Any, sm_count: int):
-        self.driver, self.index, self.function, self.sm_count = driver, index, function, sm_count
+    def __init__(self, driver: Any, artifact: Artifact, where: torch.device):
+        ((name, self.entry),) = artifact.manifest["kernels"].items()
+        self.driver, self.index = driver, where.index or 0
+        self.function = driver.load(artifact.cubins[name], self.entry, artifact.manifest["arch"], self.index)
+        self.sm_count = driver.sm_count(self.index)
         self._maps = MapCache(driver.encode)
 
     def encode(self, t: Any, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:

@@ -21,10 +21,10 @@ SCRATCH = ("tickets", "counters", "part_o", "part_lse")
 
 
 class Served:
-    """What all runs of an object have in common: the loaded kernel, its manifest entry, and addresses in the arena."""
+    """What all runs of an object have in common."""
 
-    def __init__(self, loaded: launch.Loaded, entry: Mapping[str, Any], spec: Spec, dtype: str, page_size: int | None):
-        self.loaded, self.entry, self.spec, self.dtype, self.page_size = loaded, entry, spec, dtype, page_size
+    def __init__(self, loaded: launch.Loaded, spec: Spec, dtype: str, page_size: int | None):
+        self.loaded, self.spec, self.dtype, self.page_size = loaded, spec, dtype, page_size
 
     def bind(
         self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
@@ -47,8 +47,8 @@ class Served:
                 stride.insert(labels.index("nnz_kv"), 0)
             fields |= launch.tensor_fields(param, shape, stride)
         units = {name: key_strides(name, t) for name, t in (("k", k), ("v", v))}
-        binding = launch.Binding(self.entry, self.loaded.function, self.loaded.sm_count)
-        if self.entry["source"] == "tma":
+        binding = launch.Binding(self.loaded.entry, self.loaded.function, self.loaded.sm_count)
+        if self.loaded.entry["source"] == "tma":
             binding.set_maps({f"map_{name}": self._map(name, t) for name, t in (("k", k), ("v", v))})
         else:
             for name, strides in units.items():
@@ -59,7 +59,7 @@ class Served:
         return binding
 
     def _map(self, name: str, t: torch.Tensor) -> bytes:
-        encoded = self.loaded.encode(t, self.dtype, self.entry["tma"][f"map_{name}"], t.data_ptr())
+        encoded = self.loaded.encode(t, self.dtype, self.loaded.entry["tma"][f"map_{name}"], t.data_ptr())
         if encoded is None:
             raise ValueError(
                 f"{name}: expected strides that TMA can address, found {list(t.stride())}; pass {name}.contiguous()"
@@ -104,7 +104,7 @@ class ServedLaunch:
         spec, loaded = served.spec, served.loaded
         self._binding, self._results, self._empty_kv = binding, results, empty_kv
         self._driver, self._index, self._run, self._hold = loaded.driver, loaded.index, run, hold
-        prefix = "map_" if served.entry["source"] == "tma" else ""
+        prefix = "map_" if loaded.entry["source"] == "tma" else ""
         self._q, self._k, self._v, self._o = (binding.cell(n) for n in ("q", f"{prefix}k", f"{prefix}v", "out"))
         self._lse = binding.cell("lse")
         self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]

@@ -103,7 +103,7 @@ def _offsets(name: str, given: Any, anywhere: bool = False) -> np.ndarray:
     if offsets[0] != 0 and not anywhere:
         raise ValueError(f"{name}: expected offsets that start at 0, found {offsets[0]}")
     steps = np.diff(offsets)
-    if (steps < 0).any():
+    if steps.min(initial=0) < 0:
         at = int((steps < 0).argmax()) + 1
         raise ValueError(
             f"{name}: expected offsets that don't decrease, found {offsets[at]} after {offsets[at - 1]} at index {at}"
@@ -260,9 +260,9 @@ SAYS = {
 def needs(tables: Sequence[Table]) -> dict[str, int]:
     """What a plan needs of the tensors of its runs."""
     inner = tables[-1]
-    keys = np.zeros(inner.batch, np.int64)
-    for t in tables:  # a request's keys: those of its groups in all levels
-        keys += t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
+    keys = inner.kv_len
+    for t in tables[:-1]:  # a request's keys: those of its groups in all levels
+        keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
     return {
         "rows": inner.rows, "requests": inner.batch, "pages": max(t.pages for t in tables),
         "kv_rows": max((int((t.kv_start + t.kv_len).max(initial=0)) for t in tables), default=0),

@@ -10,6 +10,7 @@ import torch
 from fake_driver import FakeDriver, artifact, served_artifact
 
 from attncc.runtime import plan as planning
+from attncc.runtime import serving_arguments as serving
 from attncc.runtime.batch import BatchAttention
 from attncc.runtime.kernel import Kernel
 
@@ -26,10 +27,10 @@ def driver():
     return FakeDriver(sms=4)
 
 
-def attention(driver, page_size=16, heads=(8, 2), kernel=None, **options):
+def attention(driver, page_size=16, heads=(8, 2), kernel=None, other=None, **options):
     named = {name: options.pop(name) for name in ("scalars", "tensors", "visible", "source", "scan") if name in options}
     kernel = kernel or Kernel(served_artifact(page_size=page_size, **named), driver)
-    given = {"max_batch_size": 8, "max_qo_rows": 512, "device": "cpu", **options}
+    given = {"max_batch_size": 8, "max_qo_rows": 512, "device": "cpu", "driver": other, **options}
     return BatchAttention(kernel, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, **given)
 
 
@@ -373,6 +374,48 @@ def test_objects_share_no_memory(driver):
     assert [launch.stream for launch in driver.launches] == [7, 9]
     for name in ("header", "tickets", "items", "targets", "sources", "part_o", "part_lse", "counters", "kv_indices"):
         assert first[name] != second[name]
+
+
+def test_objects_of_a_kernel_load_it_once(driver):
+    kernel = Kernel(served_artifact(), driver)
+    for _ in range(3):
+        attention(driver, kernel=kernel)
+    assert driver.loads == [0]
+    other = FakeDriver()
+    attention(other, kernel=kernel, other=other)
+    assert (driver.loads, other.loads) == ([0], [0])
+
+
+def test_an_object_lies_on_its_own_device(driver, monkeypatch):
+    """On device 1 while torch's current device is 0: its stream, its copy of the kernel."""
+    monkeypatch.setattr(serving, "device_of", lambda given, kind: torch.device("cpu", given))
+    monkeypatch.setattr("attncc.runtime.arena.torch.zeros", on_any_cpu(torch.zeros))
+    monkeypatch.setattr("attncc.runtime.results.torch.empty", on_any_cpu(torch.empty))
+    driver.stream = {0: 11, 1: 22}
+    kernel = Kernel(served_artifact(), driver)
+    a, b = attention(driver, kernel=kernel, device=0), attention(driver, kernel=kernel, device=1)
+    q, k = rows(6, 8, 128), rows(10, 16, 2, 128)
+    there = [t.as_subclass(SecondDevice) for t in (q, k)]
+    a.plan(*TABLE)
+    b.plan(*TABLE)
+    b.run(there[0], (there[1], there[1]))
+    assert driver.loads == [0, 1]
+    assert [(launch.stream, launch.function[1]) for launch in driver.launches] == [(22, 1)]
+    with pytest.raises(ValueError, match="q: expected a tensor on cpu:1 as the BatchAttention is, found cpu"):
+        b.run(q, (k, k))
+
+
+class SecondDevice(torch.Tensor):
+    """A tensor that says it lies on device 1 (torch itself knows one CPU)."""
+
+    device = torch.device("cpu", 1)
+
+
+def on_any_cpu(make):
+    def made(*shape, device=None, **options):
+        return make(*shape, device=None if device is None else torch.device(device).type, **options)
+
+    return made
 
 
 # ---------------------------------------------------------------------- where the kernel comes from

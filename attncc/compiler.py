@@ -29,6 +29,7 @@ DTYPES = {"bf16": "bf16", "f16": "f16", "torch.bfloat16": "bf16", "torch.float16
 LAYOUTS, ARCHITECTURES = ("dense", "ragged", "paged"), ("sm_90a",)
 STAGES = ("ast", "ir", "py", "ptx", "sass")
 MAX_HEAD_DIM = 256
+POSITIONS = frozenset(("b", "i", "j", "qo_len", "kv_len"))
 MAX_PAGE_SIZE = 1 << 20  # rows
 
 
@@ -378,7 +379,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     from attncc.codegen.config import DSL_VERSION
     from attncc.ir.text import print_variant
 
-    served = {} if options.layout == "dense" else {"page_size": options.page_size, "visible": _visible(special)}
+    served = {} if options.layout == "dense" else _served(special, options)
     return {
         "attncc": __version__, "dsl": DSL_VERSION, "arch": options.arch,
         "variant": {
@@ -398,8 +399,12 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     }  # fmt: skip
 
 
-def _visible(special: Variant) -> dict[str, Any] | None:
-    """Which keys a run of rows can see, for `plan` to leave out the others."""
+def _served(special: Variant, options: Options) -> dict[str, Any]:
+    """What planning must know of a variant: which keys a run of rows can see, and what of their positions it reads."""
     from attncc.codegen import work
+    from attncc.ir.nodes import leaves
 
-    return work.visible(special)
+    reads = frozenset[str]().union(*(leaves(e) for _, e in special.expressions()))
+    return {
+        "page_size": options.page_size, "visible": work.visible(special), "positions": sorted(reads & POSITIONS),
+    }  # fmt: skip

@@ -166,6 +166,7 @@ def test_a_kernel_is_built_for_the_layout_that_is_used(builds):
         "paged", 8, ["serve"],
     )  # fmt: skip
     assert set(kernel.manifest["visible"]) >= {"lo", "hi"}
+    assert kernel.manifest["positions"] == ["i", "j"]
     assert attncc.compile(ONE, head_dim=64, layout="paged", page_size=8) is kernel
     assert len(builds) == 1
     assert kernel.serving("paged", 8).manifest == kernel.manifest

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import launch, prefix
+from attncc.runtime import block_sparse, launch, prefix
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
 from attncc.runtime.arena import Arena
@@ -75,6 +75,7 @@ class BatchAttention:
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, max_batch_size=max_batch_size,
             max_qo_rows=max_qo_rows, page_size=page_size, max_kv_pages=max_kv_pages, partial_rows=partial_rows,
         )  # fmt: skip
+        serving.check_heads(num_qo_heads, num_kv_heads, max_qo_rows)
         if deterministic not in (None, "batch_invariant"):
             raise ValueError(f"deterministic: expected None or 'batch_invariant', found {deterministic!r}")
         used = driver or kernel.driver or cuda_driver()
@@ -89,6 +90,7 @@ class BatchAttention:
         self._spec = check.Spec.of(manifest, used.device_type)
         self._served = Served(loaded, self._spec, manifest["dtype"], page_size)
         self._parameters = check.Parameters(self._spec)
+        self._manifest = manifest
         self._visible = Visible(manifest["visible"]) if manifest.get("visible") else None
         self._max_kv_pages = max_kv_pages
         shape = planning.Shape(
@@ -155,12 +157,21 @@ class BatchAttention:
         batches = [planning.Batch(t.qo_indptr, t.kv_start, t.kv_len) for t in tables]
         self._adopt(tables, values, plan_levels(self._shape, batches, self._visible_keys(values)))
 
-    def plan_block_sparse(self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, **options: Any) -> None:
-        """Not there yet: ValueError."""
-        raise ValueError(
-            "plan_block_sparse: block-sparse layouts are not supported yet; what works: say which keys exist in the "
-            "variant's mask, or plan their blocks as pages where block_rows is a request's query rows"
-        )
+    def plan_block_sparse(
+        self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, qo_len: int | None = None,
+        kv_len: int | None = None, **scalars: Any,
+    ) -> None:  # fmt: skip
+        """Plan a block-sparse layout: rows of blocks of `block_rows` query rows, each with the block columns that it
+        sees, indices[indptr[m] : indptr[m + 1]], of `block_cols` keys.
+
+        `page_size` must be block_cols, with k and v as pages, [blocks, block_cols, num_kv_heads, head_dim]; rows of
+        blocks count as requests.  `qo_len` and `kv_len` cut the last row and column of blocks short.  Keys stand packed
+        together, so variants that read positions, of tensors or in their mask, are refused.
+        """
+        values = self._plan_scalars(scalars)
+        table = block_sparse.table(self._manifest, indptr, indices, block_rows, block_cols, qo_len, kv_len)
+        batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
+        self._adopt([table], values, planning.plan(self._shape, batch))
 
     def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
         """(place, name, value) of the scalars given to a plan."""

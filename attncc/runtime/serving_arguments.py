@@ -50,9 +50,9 @@ def table(
     Raises ValueError and TypeError: offsets that don't start at 0 or decrease, another number of requests, a
     last_page_len outside 1…page_size for a request that has pages, page ids below 0 or above 2³¹−1.
     """
-    qo = _offsets(f"{where}qo_indptr", qo_indptr)
+    qo = offsets(f"{where}qo_indptr", qo_indptr)
     # levels of a cascade share k and v, so their ragged rows start anywhere
-    kv = _offsets(f"{where}kv_indptr", kv_indptr, anywhere=page_size is None and where != "")
+    kv = offsets(f"{where}kv_indptr", kv_indptr, anywhere=page_size is None and where != "")
     if len(kv) != len(qo):
         raise ValueError(
             f"{where}kv_indptr: expected {len(qo)} offsets as in qo_indptr (a batch of {len(qo) - 1}), found {len(kv)}"
@@ -93,24 +93,24 @@ def _page_ids(name: str, given: Any, count: int) -> tuple[np.ndarray, int]:
     return ids, highest + 1
 
 
-def _offsets(name: str, given: Any, anywhere: bool = False) -> np.ndarray:
+def offsets(name: str, given: Any, anywhere: bool = False) -> np.ndarray:
     """Offsets as int64: from 0 (or from `anywhere` after it), never decreasing, below 2³¹."""
-    offsets = host(name, given).astype(np.int64)
-    if not len(offsets):
+    found = host(name, given).astype(np.int64)
+    if not len(found):
         raise ValueError(f"{name}: expected B + 1 offsets, found none")
-    if anywhere and offsets[0] < 0:
-        raise ValueError(f"{name}: expected offsets from 0, found {offsets[0]}")
-    if offsets[0] != 0 and not anywhere:
-        raise ValueError(f"{name}: expected offsets that start at 0, found {offsets[0]}")
-    steps = np.diff(offsets)
+    if anywhere and found[0] < 0:
+        raise ValueError(f"{name}: expected offsets from 0, found {found[0]}")
+    if found[0] != 0 and not anywhere:
+        raise ValueError(f"{name}: expected offsets that start at 0, found {found[0]}")
+    steps = np.diff(found)
     if steps.min(initial=0) < 0:
         at = int((steps < 0).argmax()) + 1
         raise ValueError(
-            f"{name}: expected offsets that don't decrease, found {offsets[at]} after {offsets[at - 1]} at index {at}"
+            f"{name}: expected offsets that don't decrease, found {found[at]} after {found[at - 1]} at index {at}"
         )
-    if offsets[-1] > I32_MAX:
-        raise ValueError(f"{name}: expected offsets below 2³¹, found {offsets[-1]}")
-    return offsets
+    if found[-1] > I32_MAX:
+        raise ValueError(f"{name}: expected offsets below 2³¹, found {found[-1]}")
+    return found
 
 
 def host(name: str, given: Any) -> np.ndarray:
@@ -158,16 +158,22 @@ def levels(page_size: int | None, given: Any) -> list[Table]:
 # ---------------------------------------------------------------------- the object and its runs
 
 
-def check_counts(*, num_qo_heads: Any, num_kv_heads: Any, max_qo_rows: Any, **others: Any) -> None:
-    """Counts given to BatchAttention: ints from 1, or None where that means something."""
-    counts = {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "max_qo_rows": max_qo_rows, **others}
+OPTIONAL = ("page_size", "max_kv_pages", "partial_rows", "qo_len", "kv_len")
+
+
+def check_counts(**counts: Any) -> None:
+    """Counts that users give: ints from 1, or None where that means something."""
     for name, value in counts.items():
-        if value is None and name in ("page_size", "max_kv_pages", "partial_rows"):
+        if value is None and name in OPTIONAL:
             continue
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(f"{name}: expected an int, found {described(value)}")
         if not 1 <= int(value) <= I32_MAX:
             raise ValueError(f"{name}: expected 1 to 2³¹−1, found {value}")
+
+
+def check_heads(num_qo_heads: int, num_kv_heads: int, max_qo_rows: int) -> None:
+    """Heads that group evenly, and packed rows that an int32 counts."""
     if num_qo_heads % num_kv_heads:
         raise ValueError(
             f"num_qo_heads: expected a multiple of num_kv_heads, found {num_qo_heads} query heads and "

@@ -130,8 +130,8 @@ SERVED_SIZES = (
 )  # fmt: skip
 
 
-def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=None, tile_kv=64, **options):
-    """The manifest of a served kernel; `page_size` None: ragged."""
+def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=None, positions=(), **options):
+    """The manifest of a served kernel; `page_size` None: ragged.  `positions`: what of them the variant reads."""
     made = manifest(scalars=scalars, tensors=tensors, **options)
     if source == "tma":
         names = [("map_k", "tensormap"), ("map_v", "tensormap")]
@@ -146,12 +146,13 @@ def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=
         names += [(f"t.{name}.{what}.{k}", "i32") for k in range(rank) for what in ("stride", "size")]
     box = {"box": [64, 8, 1, 1], "swizzle": 3}
     kernel = {
-        **made["kernels"]["forward"], "cubin": "serve.cubin", "params": layout(names), "tile_kv": tile_kv,
+        **made["kernels"]["forward"], "cubin": "serve.cubin", "params": layout(names), "tile_kv": 64,
         "source": source, "chunk": 8 if source == "tma" else 0,
         "tma": {"map_k": box, "map_v": box} if source == "tma" else {},
     }  # fmt: skip
     return {
         **made, "layout": "ragged" if page_size is None else "paged", "page_size": page_size, "visible": visible,
+        "positions": list(positions),
         "kernels": {"serve": kernel},
     }  # fmt: skip
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, artifact, served_artifact
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
@@ -28,7 +30,11 @@ def driver():
 
 
 def attention(driver, page_size=16, heads=(8, 2), kernel=None, other=None, **options):
-    named = {name: options.pop(name) for name in ("scalars", "tensors", "visible", "source", "scan") if name in options}
+    named = {
+        name: options.pop(name)
+        for name in ("scalars", "tensors", "visible", "source", "scan", "positions")
+        if name in options
+    }
     kernel = kernel or Kernel(served_artifact(page_size=page_size, **named), driver)
     given = {"max_batch_size": 8, "max_qo_rows": 512, "device": "cpu", "driver": other, **options}
     return BatchAttention(kernel, num_qo_heads=heads[0], num_kv_heads=heads[1], page_size=page_size, **given)
@@ -295,6 +301,47 @@ def test_a_prefix_that_pays_is_found(driver):
     lists = [{tuple(x.tolist()) for x in found} for found in seen]
     assert lists[0] == {(*range(200), 200 + b) for b in range(8)}
     assert lists[1] == {tuple(range(200)), *((200 + b,) for b in range(8))}
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_every_row_of_a_block_sparse_layout_sees_its_keys_once(data):
+    """Keys that a row is given by the items, against those that the layout says, cut short by kv_len."""
+    rows_, cols = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 5, 16]))
+    sees = data.draw(st.lists(st.sets(st.integers(0, 7)), max_size=5))
+    top = max((max(x) for x in sees if x), default=0) + 1
+    kv_len = data.draw(st.none() | st.integers((top - 1) * cols + 1, 8 * cols))
+    qo_len = data.draw(st.none() | st.integers((len(sees) - 1) * rows_ + 1, len(sees) * rows_)) if sees else None
+    driver = FakeDriver(sms=4)
+    attn = attention(driver, page_size=cols)
+    columns = [page for x in sees for page in data.draw(st.permutations(sorted(x)))]
+    indptr = np.cumsum([0, *map(len, sees)])
+    attn.plan_block_sparse(indptr, [*columns, -1], block_rows=rows_, block_cols=cols, qo_len=qo_len, kv_len=kv_len)
+    seen = {}
+
+    def collect(values):
+        for item, pages in zip(*plan_of(values), strict=True):
+            local = np.arange(item[planning.BEGIN], item[planning.END])
+            first, last = (int(x) // 4 for x in (item[planning.ROW0], item[planning.ROW0] + item[planning.ROWS] - 1))
+            for row in range(first, last + 1):
+                seen.setdefault(row, []).extend((pages[local // cols] * cols + local % cols).tolist())
+
+    driver.on_launch = collect
+    total = len(sees) * rows_ if qo_len is None else qo_len
+    attn.run(rows(total, 8, 128), (rows(8, cols, 2, 128),) * 2)
+    assert {row: sorted(keys) for row, keys in seen.items() if keys} == {
+        row: [
+            j
+            for b in sorted(sees[row // rows_])
+            for j in range(b * cols, (b + 1) * cols)
+            if kv_len is None or j < kv_len
+        ]
+        for row in range(total)
+        if sees[row // rows_]
+    }
 
 
 # ---------------------------------------------------------------------- memory, graphs, streams

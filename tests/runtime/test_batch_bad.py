@@ -133,9 +133,34 @@ def test_more_partial_states_than_there_is_room_for(driver):
         attn.plan([0, 1], [0, 4000], [0] * 4000, [16])
 
 
-def test_block_sparse_plans_are_refused(driver):
-    with pytest.raises(ValueError, match="plan_block_sparse: block-sparse layouts are not supported yet"):
-        attention(driver).plan_block_sparse([0, 1], [0], block_rows=1, block_cols=1)
+BLOCKS = [
+    ({"block_cols": 8}, ValueError, "block_cols: expected 16, the page_size of the BatchAttention, found 8"),
+    ({"block_rows": 0}, ValueError, "block_rows: expected 1 to 2³¹−1, found 0"),
+    ({"block_rows": None}, TypeError, "block_rows: expected an int, found NoneType"),
+    ({"indptr": [0, 2]}, ValueError, "qo_len: expected 1 to 3 rows, those of 1 rows of blocks, found 5"),
+    ({"indptr": [0, 3, 2]}, ValueError, "indptr: expected offsets that don't decrease, found 2 after 3 at index 2"),
+    ({"indices": [3, 0]}, ValueError, "indices: expected at least 3 block columns, indptr[-1], found 2"),
+    ({"indices": [3, -1, 2]}, ValueError, "indices: expected block columns from 0 to 2³¹−1, found -1 at index 1"),
+    ({"indices": [3, 3, 2]}, ValueError, "expected every column once in a row of blocks, found 3 twice in row 0"),
+    ({"qo_len": 7}, ValueError, "qo_len: expected 4 to 6 rows, those of 2 rows of blocks, found 7"),
+    ({"kv_len": 48}, ValueError, "indices: expected blocks of 48 keys (kv_len), found column 3"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "says"), BLOCKS)
+def test_bad_block_sparse_layouts(driver, change, error, says):
+    layout = {"indptr": [0, 2, 3], "indices": [3, 0, 2], "block_rows": 3, "block_cols": 16, "qo_len": 5, "kv_len": 50}
+    attn = attention(driver)
+    with pytest.raises(error) as e:
+        attn.plan_block_sparse(**{**layout, **change})
+    assert says in str(e.value)
+    attn.plan_block_sparse(**layout)
+
+
+def test_block_sparse_layouts_know_no_positions(driver):
+    attn = attention(driver, positions=("i", "j"))
+    with pytest.raises(ValueError, match=r"expected a variant that doesn't ask where .*, found test, which reads i, j;"):
+        attn.plan_block_sparse([0, 1], [0], block_rows=1, block_cols=16)
 
 
 CASCADES = [

@@ -29,7 +29,7 @@ def driver():
     return FakeDriver(sms=4)
 
 
-def attention(driver, page_size=16, heads=(8, 2), kernel=None, other=None, **options):
+def attention(driver, page_size: int | None = 16, heads=(8, 2), kernel=None, other=None, **options):
     named = {
         name: options.pop(name)
         for name in ("scalars", "tensors", "visible", "source", "scan", "positions")
@@ -55,7 +55,7 @@ def plan_of(values):
     items = ints(values["items"], tickets // lanes, planning.ITEM)
     size = values["page_size"]
     pages = [
-        ints(values["kv_indices"] + 4 * int(x[planning.TABLE]), -(-int(x[planning.KEYS]) // size)) if size else None
+        ints(values["kv_indices"] + 4 * int(x[planning.TABLE]), -(-int(x[planning.KEYS]) // size)) if size else x[:0]
         for x in items
     ]
     return items, pages

@@ -47,7 +47,7 @@ class Arena:
         pinned = self._device.type == "cuda"
         with torch.inference_mode(False):
             self._plan = torch.zeros(total, dtype=torch.int32, device=self._device)
-            staging = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(RING)]
+            staging = [torch.zeros(total, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
         self._ring = [(t, t.numpy(), self._make_event()) for t in staging]
         self._turn = 0
 

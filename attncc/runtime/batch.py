@@ -31,7 +31,7 @@ PARTIAL_BYTES = 256 << 20  # of partial states, unless more is asked for
 FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, where max_kv_pages doesn't say
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Planned:
     """What runs are checked against.  `needs`: what tensors of a run must have, by the keys of serving.SAYS;
     `scalars`: the values that the plan relies on, by place and name."""
@@ -55,7 +55,8 @@ class BatchAttention:
     bytes each; None: what plans can use, but at most 256 MiB.
 
     Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan.  It
-    keeps the tensors and scalars of the captured run, so a later plan may have no more query rows than q had then.
+    keeps the tensors and scalars of the captured run: a later plan may have no more query rows than q had, and one that
+    needs more of k, v or the parameters, or relies on other scalars, is refused.
 
     Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
     time.  Objects know nothing of each other.
@@ -105,7 +106,7 @@ class BatchAttention:
         self._planned: Planned | None = None
         self._bindings: dict[tuple, Any] = {}
         self._held: set[serving.Limit] = set()  # what tensors of captured runs have
-        self._held_scalars: list[tuple[tuple[int, str, int | float], ...]] = []  # and what their plans relied on
+        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and their scalars, by plan
         self._lock = threading.Lock()
 
     def _make_arena(self) -> Arena:
@@ -202,11 +203,7 @@ class BatchAttention:
         needs = serving.needs(tables)
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], needs, True, hint)
-        if self._held and not any(set(values) <= set(held) for held in self._held_scalars):
-            said = ", ".join(f"{name} = {value}" for _, name, value in values)
-            raise ValueError(
-                f"{values[0][1]}: expected no other values than captured runs were planned with, found {said}"
-            )
+        self._check_held_scalars(values)
         ids = [t.kv_indices for t in tables if t.kv_indices is not None]
         self._make_room(sum(map(len, ids)))
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
@@ -216,6 +213,17 @@ class BatchAttention:
             parts |= {"row_request": made.row_request, "requests": made.requests}
         self._arena.upload(parts, ids)
         self._planned = Planned(needs, tuple(values))
+
+    def _check_held_scalars(self, values: Sequence[tuple[int, str, int | float]]) -> None:
+        """ValueError where no graph could follow a plan that relies on these scalars.  Runs captured under one plan are
+        taken for one graph."""
+        wrong = [
+            next(((name, run[n], x) for run in runs for n, name, x in values if not serving.same(run[n], x)), None)
+            for runs in self._held_scalars.values()
+        ]
+        if wrong and wrong[-1] is not None and None not in wrong:
+            name, held, found = wrong[-1]
+            raise ValueError(f"{name}: expected {held} as in a captured run, found {found}")
 
     def _make_room(self, pages: int) -> None:
         room = self._arena.tail
@@ -300,8 +308,7 @@ class BatchAttention:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
         self._held.update(bound.limits)
-        if self._planned.scalars not in self._held_scalars:
-            self._held_scalars.append(self._planned.scalars)
+        self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 
     def _bind(self, signature: tuple | None, tensors: Sequence[Any], out: Any, lse: Any, return_lse: bool):
         """Check everything that a signature tells, and prepare its launch."""

@@ -395,18 +395,27 @@ def test_a_captured_run_may_have_rows_to_spare(driver):
     attn.run(q, (k, k))
 
 
-def test_a_plan_may_rely_on_no_other_scalars_than_captured_runs(driver):
+def test_a_plan_relies_on_the_scalars_of_captured_runs(driver):
     attn = attention(driver, scalars=[("window", "i32", None)], visible=WINDOW)
     k, q = rows(4, 16, 2, 128), rows(1, 8, 128)
     table = ([0, 1], [0, 3], [0, 1, 2], [16])
-    attn.plan(*table, window=30)
-    driver.capturing = {0}
-    attn.run(q, (k, k), window=30)
-    driver.capturing = set()
+
+    def capture(*windows, **planned):
+        attn.plan(*table, **planned)
+        driver.capturing = {0}
+        for window in windows:
+            attn.run(q, (k, k), window=window)
+        driver.capturing = set()
+
+    capture(30, window=30)
     attn.plan(*table)
     attn.plan(*table, window=30)
-    with pytest.raises(ValueError, match="window: expected no other values than captured runs were planned with"):
+    with pytest.raises(ValueError, match="window: expected 30 as in a captured run, found 20"):
         attn.plan(*table, window=20)
+    capture(8, 9)  # two layers of one graph
+    attn.plan(*table, window=30)
+    with pytest.raises(ValueError, match="window: expected 9 as in a captured run, found 8"):
+        attn.plan(*table, window=8)
 
 
 def test_objects_share_no_memory(driver):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from .gather import announce, copy_rows
@@ -20,7 +20,8 @@ from .schedule import Walk, first_chunk, next_block
 
 
 class Cache(NamedTuple):
-    """K or V in memory, for the gather: address of the first element, strides in units of 16 bytes."""
+    """K or V in memory, for the gather: address of the first element, strides in units of 16 bytes.  The last of 2^32
+    such units ends 64 GiB from the first element."""
 
     base: Any
     page: Any
@@ -42,7 +43,7 @@ def locate(local, exists, table, lists, sizes):
 
 
 def look_up(p, cache, item, n, lists, sizes):
-    """Where block n lies, as this lane must know it: (page, box) of its box, or the addresses of its rows."""
+    """Where block n lies, as this lane must know it: (page, box) of its box, or its rows in units of 16 bytes."""
     lane = cute.arch.lane_idx()
     if p.layout == "ragged":
         return (n,)
@@ -54,8 +55,7 @@ def look_up(p, cache, item, n, lists, sizes):
     for k in range((p.tile_kv + 31) // 32):
         local = n * p.tile_kv + 32 * k + lane
         page, row = locate(local, local < item.keys, item.table, lists, sizes)
-        units = Int64(page) * cache.page + Int64(row) * cache.row + Int64(item.g) * cache.head
-        found = (*found, cache.base + units * 16)
+        found = (*found, page * cache.page + row * cache.row + item.g * cache.head)
     return found
 
 
@@ -117,7 +117,7 @@ def fill_block(
         issue_boxes(p, boxes, source, ring, slot, places, count)
     else:
         tile, width = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
-        copy_rows(p.tile_kv, tile, width, base + slot * (p.tile_kv * tile * 2), places, left)
+        copy_rows(p.tile_kv, tile, width, base + slot * (p.tile_kv * tile * 2), source.base, places, left)
         announce(ring.full + slot)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(ring.full + slot)
@@ -126,9 +126,10 @@ def fill_block(
 @cute.jit
 def stream_keys(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, source, sB, ring: cutlass.Constexpr,
-    item_ring: cutlass.Constexpr, items, tags, lists, sizes,
+    item_ring: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
-    """One warp streams K, another V, block by block from the last to the first."""
+    """One warp streams K, another V, block by block from the last to the first.  K asks for the next item (`wanted`)
+    when it comes to the last block of this one: a CTA that took its tickets earlier would sit on work of others."""
     if const_expr(p.chunk):
         cpasync.prefetch_descriptor(source)
     lead = is_lead()
@@ -152,17 +153,28 @@ def stream_keys(
         if count > 0:
             boxes = Boxes(p, what, source, sB, item) if p.chunk else None
             places = look_up(p, source, item, n, lists, sizes)
-            for _k in cutlass.range(count, unroll=1):
+            for k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places
                 if const_expr(p.counted):
                     n = cutlass.max(n - 1, 0)
                 else:
                     n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
                 places = look_up(p, source, item, n, lists, sizes)
+                if const_expr(what == "k"):
+                    if k == count - 1:
+                        want(wanted, lead)
                 fill_block(
                     p, what, boxes, source, base, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag
                 )
                 slot, phase = advance(ring.stages, slot, phase)
+        elif const_expr(what == "k"):
+            want(wanted, lead)
+
+
+@cute.jit
+def want(wanted: cute.Pointer, lead):
+    if lead:
+        cute.arch.mbarrier_arrive(wanted)
 
 
 def walk_of_item(holes, item, lists, sizes) -> Walk:
@@ -192,14 +204,14 @@ def stream_queries(
         if live:
             for w in cutlass.range_constexpr(p.warpgroups):
                 first = cutlass.select_(item.split != 0, Int32(0), Int32(64 * w))
-                addresses = ()
+                units = ()
                 for k in cutlass.range_constexpr(2):
                     packed = item.row0 + cutlass.min(first + 32 * k + lane, item.rows - 1)
                     row = packed // sizes.group_size
                     h = item.g * sizes.group_size + (packed - row * sizes.group_size)
-                    addresses = (*addresses, q.toint() + (Int64(row) * sizes.q_row + Int64(h) * sizes.q_head) * 2)
+                    units = (*units, row * (sizes.q_row >> 3) + h * (sizes.q_head >> 3))
                 slot = stage * p.warpgroups + w
                 cute.arch.mbarrier_wait(ring.empty + slot, phase)
-                copy_rows(64, p.tile_qk, p.head_dim_qk, base + slot * nbytes, addresses, item.rows - first)
+                copy_rows(64, p.tile_qk, p.head_dim_qk, base + slot * nbytes, q.toint(), units, item.rows - first)
                 announce(ring.full + slot)
             stage, phase = advance(p.q_stages, stage, phase)

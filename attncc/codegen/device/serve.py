@@ -307,6 +307,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2 * p.warpgroups)
+    wanted = smem.allocate_array(Int64, 1)
     k_ring = Ring(bars, p.k_stages)
     v_ring = Ring(bars + 2 * stages[0], p.v_stages)
     item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
@@ -325,6 +326,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         open_ring(v_ring, 4 * p.warpgroups, writers)
         open_ring(item_ring, 4 * p.warpgroups + 3)
         open_ring(q_ring, 4, 32)
+        cute.arch.mbarrier_init(wanted, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -332,11 +334,11 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if warp == 0:
-            stream_keys(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, lists, sizes)
+            stream_keys(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
         if warp == 1:
-            stream_keys(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, lists, sizes)
+            stream_keys(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
         if warp == 2:
-            deal_tickets(p, fn, item_ring, items, lists, sizes)
+            deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
         if warp == 3:
             stream_queries(p, q, sQ, q_ring, item_ring, items, lists, sizes)
     else:

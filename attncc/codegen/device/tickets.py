@@ -80,14 +80,14 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
 
 
 @cute.jit
-def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, lists, sizes):
+def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, wanted, lists, sizes):
     """Posts items; the first dead one ends the CTA.  tickets: two zeroed counters; the last CTA to run dry zeroes them
     again."""
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
     total, heads = word(lists.header, 0), word(lists.header, 1)
-    slot, phase = Int32(0), Int32(1)
+    slot, phase, asked = Int32(0), Int32(1), Int32(0)
     ticket = bx
     live = Boolean(True)
     while live:
@@ -96,11 +96,11 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
         g = Int32(0)
         added = tuple(Int32(0) for _ in range(12))
+        record = ticket // heads
+        if lane < RECORD_WORDS:
+            at[lane] = word(lists.items, record * RECORD_WORDS + lane) if live else Int32(0)
+        cute.arch.sync_warp()
         if live:
-            record = ticket // heads
-            if lane < RECORD_WORDS:
-                at[lane] = word(lists.items, record * RECORD_WORDS + lane)
-            cute.arch.sync_warp()
             g = at[WORDS["head"]] + (ticket - record * heads)
             added = added_words(p, fn, at, g, lists, sizes)
         if lane == 0:
@@ -111,6 +111,8 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
             cute.arch.mbarrier_arrive(ring.full + slot)
         slot, phase = advance(ring.stages, slot, phase)
         if live:
+            cute.arch.mbarrier_wait(wanted, asked)
+            asked = asked ^ 1
             if lane == 0:
                 ticket = gx + cute.arch.atomic_add(lists.tickets, Int32(1), sem="relaxed", scope="gpu")
             ticket = cute.arch.shuffle_sync(ticket, 0)

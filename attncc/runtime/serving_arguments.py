@@ -86,8 +86,9 @@ def _page_ids(name: str, given: Any, count: int) -> tuple[np.ndarray, int]:
     if len(ids) < count:
         raise ValueError(f"{name}: expected at least {count} page ids, kv_indptr[-1], found {len(ids)}")
     ids = ids[:count]
-    lowest, highest = (int(ids.min()), int(ids.max())) if count else (0, -1)
-    if lowest < 0 or highest > I32_MAX:
+    # as unsigned a negative id is beyond all others: one pass over what may be a million of them
+    highest = int(ids.view(np.uint32 if ids.itemsize == 4 else np.uint64).max()) if count else -1
+    if highest > I32_MAX:
         at = int(((ids < 0) | (ids > I32_MAX)).argmax())
         raise ValueError(f"{name}: expected page ids from 0 to 2³¹−1, found {ids[at]} at index {at}")
     return ids, highest + 1
@@ -271,7 +272,7 @@ def needs(tables: Sequence[Table]) -> dict[str, int]:
         keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
     return {
         "rows": inner.rows, "requests": inner.batch, "pages": max(t.pages for t in tables),
-        "kv_rows": max((int((t.kv_start + t.kv_len).max(initial=0)) for t in tables), default=0),
+        "kv_rows": max(int((t.kv_start + t.kv_len).max(initial=0)) if t.kv_indices is None else 0 for t in tables),
         "positions": int(keys.max(initial=0)),
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attncc.runtime.arguments import refuse_grad
+from attncc.runtime.serving_arguments import host
 
 Table = tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, last_page_len
 TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
@@ -16,15 +17,15 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def append_kv(
-    k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor], qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor,
-    last_page_len: Tensor,
+    k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor], qo_indptr: Any, kv_indptr: Any, kv_indices: Any,
+    last_page_len: Any,
 ) -> None:  # fmt: skip
     """Write row r of request b, a row of `k` and of `v`, to position kv_len[b] - qo_len[b] + r - qo_indptr[b].
 
     `k`, `v` [nnz, num_kv_heads, head_dim] of any strides; `kv` = (k_cache, v_cache) [num_pages, page_size,
     num_kv_heads, head_dim] of their dtypes and any strides.  The table is as `BatchAttention.plan` takes it, and as it
-    is after appending: int32 or int64, of any strides; `kv_indices` may be longer than kv_indptr[-1], and padded.  Rows
-    of k and v at or past qo_indptr[-1] are padding and not written.
+    is after appending: tensors, arrays or lists of int32 or int64; `kv_indices` may be longer than kv_indptr[-1], and
+    padded.  Rows of k and v at or past qo_indptr[-1] are padding and not written.
 
     With the indices on the device nothing synchronises and a CUDA graph may capture the call: a replay reads them anew.
     Then values are not checked; a row without a place (a page id out of range, a request shorter than its new rows) is
@@ -49,27 +50,29 @@ def _append(k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -
     rows, (num_pages, page_size) = k.shape[0], caches[0].shape[:2]
     if not rows or not num_pages or len(table[0]) < 2 or not len(table[2]):
         return
-    page, slot, valid = _places(table, rows, num_pages, page_size)
+    page, slot, lost = _places(table, rows, num_pages, page_size)
     # The rows that have no place write what the first row that has one writes, where that does.
     row = torch.arange(rows, device=k.device)
-    first = row.masked_fill(~valid, rows).amin().clamp(max=rows - 1)
-    row = torch.where(valid, row, first)
-    _write(caches, (k[row], v[row]), page[row], slot[row], valid.any())
+    first = row.masked_fill(lost, rows).amin()
+    row = torch.where(lost, first.clamp(max=rows - 1), row)
+    _write(caches, (k[row], v[row]), page[row], slot[row], first < rows)
 
 
 def _places(table: Table, rows: int, num_pages: int, page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(page id, row within the page, is that the row's own place) of the first `rows` rows, on the table's device; the
-    first two are always within the cache."""
-    qo, pages, ids, last = (t.to(torch.int64).contiguous() for t in table)
-    count = pages[1:] - pages[:-1]
-    kv_len = ((count - 1) * page_size + last).masked_fill(count < 1, 0)
-    row = torch.arange(rows, device=qo.device)
-    b = (torch.searchsorted(qo, row, right=True) - 1).clamp(0, len(last) - 1)
-    position = kv_len[b] - (qo[1:][b] - row)
-    at = pages[:-1][b] + position.div(page_size, rounding_mode="floor")
+    """(page id, row within the page, has the row no place) of the first `rows` rows, on the table's device; the first
+    two are always within the cache.  In a graph every operation here is a kernel of a microsecond or two."""
+    qo, pages, ids, last = (t.contiguous() for t in table)
+    ends, page_ends = qo[1:], pages[1:]
+    # A row of request b is at position row + shift[b].  Without a page that is below 0, or past the request's pages.
+    shift = torch.add(last - ends, page_ends - pages[:-1] - 1, alpha=page_size)
+    row = torch.arange(rows, dtype=qo.dtype, device=qo.device)
+    b = torch.searchsorted(ends, row, right=True).clamp(max=len(last) - 1)
+    position = row + shift[b]
+    at = pages[b] + position.div(page_size, rounding_mode="floor")
     page = ids[at.clamp(0, len(ids) - 1)]
-    valid = (row < qo[-1]) & (position >= 0) & (at < pages[1:][b]) & (at < len(ids)) & (page >= 0) & (page < num_pages)
-    return page.clamp(0, num_pages - 1), position.remainder(page_size), valid
+    kept = page.clamp(0, num_pages - 1)
+    lost = (row >= qo[-1]) | (position < 0) | (at >= page_ends.clamp(max=len(ids))[b]) | (page != kept)
+    return kept, position.remainder(page_size), lost
 
 
 def _write(
@@ -133,10 +136,11 @@ def _check_table(
     qo_indptr: Any, kv_indptr: Any, kv_indices: Any, last_page_len: Any, device: torch.device
 ) -> Table:  # fmt: skip
     """What shapes, dtypes and devices tell of the indices."""
-    table = (qo_indptr, kv_indptr, kv_indices, last_page_len)
+    given = (qo_indptr, kv_indptr, kv_indices, last_page_len)
+    table = tuple(
+        t if isinstance(t, Tensor) else torch.from_numpy(host(name, t)) for name, t in zip(TABLE, given, strict=True)
+    )
     for name, t in zip(TABLE, table, strict=True):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor of int32 or int64, found {type(t).__name__}")
         if t.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: expected dtype int32 or int64, found {_short(t)}")
         if t.dim() != 1:
@@ -149,7 +153,7 @@ def _check_table(
     for name, t, wanted in zip(TABLE, table, (max(batch + 1, 1), batch + 1, None, batch), strict=True):
         if wanted is not None and len(t) != wanted:
             raise ValueError(f"{name}: expected {wanted} values, for {max(batch, 0)} requests, found {len(t)}")
-    return table
+    return table[0], table[1], table[2], table[3]
 
 
 def _check_values(table: Table, rows: int, num_pages: int, page_size: int) -> int:

@@ -105,6 +105,15 @@ def test_int64_and_strided_indices_and_rows(path: Any) -> None:
     assert same(caches, want)
 
 
+def test_lists_and_arrays() -> None:
+    batch = Batch(LENGTHS, 5)
+    caches = batch.caches()
+    want = batch.expected(caches)
+    qo, pages, ids, last = batch.table
+    attncc.append_kv(batch.k, batch.v, caches, qo.tolist(), pages.numpy(), ids, last.tolist())
+    assert same(caches, want)
+
+
 @PATHS
 def test_views_of_a_cache(path: Any) -> None:
     """HND, and K and V in one [pages, 2, page_size, heads, head_dim]."""
@@ -192,7 +201,8 @@ def changed(name: str, at: int, value: int) -> dict[str, object]:
         ({"kv": (K, V[:-1])}, ValueError, "v_cache: expected .* as k_cache"),
         ({"kv": (K[:1].expand(9, -1, -1, -1), V)}, ValueError, "k_cache: expected elements that don't overlap"),
         ({"kv": (K[:, :0], V[:, :0])}, ValueError, "k_cache: expected a page_size of at least 1"),
-        ({"qo_indptr": [0, 2, 5]}, TypeError, "qo_indptr: expected a torch.Tensor of int32 or int64, found list"),
+        ({"qo_indptr": "025"}, TypeError, "qo_indptr: expected a tensor, an array or a list of ints, found str"),
+        ({"qo_indptr": [0, 2.5]}, TypeError, "qo_indptr: expected int32 or int64, found float64"),
         ({"qo_indptr": GOOD.qo.float()}, TypeError, "qo_indptr: expected dtype int32 or int64, found float32"),
         ({"qo_indptr": GOOD.qo[:0]}, ValueError, "qo_indptr: expected 1 values"),
         ({"kv_indices": GOOD.ids[None]}, ValueError, "kv_indices: expected one dimension"),

@@ -95,9 +95,9 @@ class BatchAttention:
         self._visible = Visible(manifest["visible"]) if manifest.get("visible") else None
         self._max_kv_pages = max_kv_pages
         shape = planning.Shape(
-            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim_vo=self._spec.head_dim_vo,
+            num_qo_heads=int(num_qo_heads), num_kv_heads=int(num_kv_heads), head_dim_vo=self._spec.head_dim_vo,
             tile_q=entry["tile_q"], tile_kv=entry["tile_kv"], page_size=page_size or 0, sm_count=loaded.sm_count,
-            max_batch_size=max_batch_size, max_qo_rows=max_qo_rows, partial_rows=partial_rows or 0,
+            max_batch_size=int(max_batch_size), max_qo_rows=int(max_qo_rows), partial_rows=int(partial_rows or 0),
             batch_invariant=deterministic is not None,
             kv_bytes=(self._spec.head_dim_qk + self._spec.head_dim_vo) * self._spec.dtype.itemsize,
         )  # fmt: skip

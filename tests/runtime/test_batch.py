@@ -138,6 +138,14 @@ def test_a_gathering_kernel_gets_strides_in_units_of_16_bytes(driver):
     assert [values[f"v_{x}_stride"] for x in ("page", "row", "head")] == [2 * 5 * 16, 2 * 16, 16]
 
 
+def test_counts_may_be_numpy_integers(driver):
+    attn = attention(driver, page_size=np.int64(16), heads=(np.int64(8), np.int32(2)), max_qo_rows=np.int64(64))
+    attn.plan(*TABLE)
+    k = rows(10, 16, 2, 128)
+    attn.run(rows(6, 8, 128), (k, k))
+    assert driver.launches[0].values["group_size"] == 4
+
+
 def test_ragged_keys(driver):
     attn = attention(driver, page_size=None, tensors=[("bias", ["j", "g"], "f32"), ("w", ["iq", "h"], "f32")])
     k, bias, w = rows(90, 2, 128), torch.zeros(90, 2), torch.zeros(7, 8)

@@ -1,7 +1,8 @@
 """Rows of global memory, wherever they lie, into a swizzled tile of shared memory: cp.async, 16 bytes a lane.
 
-A warp's lanes know where rows lie, 32 at a time; neighbouring lanes then copy neighbouring 16 bytes of a row, with its
-place by shuffle.  These are writes of the generic proxy: who multiplies the tile must fence first.
+A warp's lanes know where rows lie, 32 at a time; four lanes then copy 64 bytes of a row, with its place by shuffle.
+Eight rows so take one shuffle and one address register a lane: it is registers held until a copy is on its way that
+cost time.  These are writes of the generic proxy: who multiplies the tile must fence first.
 """
 
 import cutlass
@@ -33,24 +34,30 @@ def copy_rows(
     """Rows 0 … rows - 1 of `width` features (16 bits each) to a tile of `tile` features at shared address `target`.
     `units[k]`: where row 32 k + lane lies after the address `source`, in 16 bytes, unsigned; rows from `valid` on and
     features from `width` on become zeros, unread."""
-    lane = cute.arch.lane_idx()
-    chunks = tile // 8
+    row, part = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+    here = source + Int64(part) * 16
+    places = [target + place(row, 4 * j + part, rows, tile) for j in range(2)]
     for k in cutlass.range_constexpr((rows + 31) // 32):
-        # eight rows at a time, after which the swizzle repeats
-        for eight in cutlass.range(min(rows - 32 * k, 32) // 8, unroll=2):
-            for n in cutlass.range_constexpr(chunks // 4):
-                row, chunk = (32 * n + lane) // chunks, (32 * n + lane) % chunks
-                at = cutlass.Uint32(cute.arch.shuffle_sync(units[k], 8 * eight + row))
-                exists = 32 * k + 8 * eight + row < valid
-                if const_expr(width < tile):
-                    exists = exists & (chunk * 8 < width)
-                to = target + (32 * k + 8 * eight) * (panel_width(tile) * 2) + place(row, chunk, rows, tile)
+        # eight rows at a time, after which the swizzle repeats; 64 bytes of each a copy
+        for eight in cutlass.range_constexpr(min(rows - 32 * k, 32) // 8):
+            first = 32 * k + 8 * eight
+            at = cutlass.Uint32(cute.arch.shuffle_sync(units[k], 8 * eight + row))
+            line = here + Int64(at) * 16
+            exists = first + row < valid
+            for j in cutlass.range_constexpr(tile // 32):
+                inside = exists
+                if const_expr(32 * j + 32 > width):
+                    inside = exists & (32 * j + 8 * part < width)
+                to = places[j % 2] + (j // 2) * (place_step(rows, tile)) + first * (panel_width(tile) * 2)
                 cute.arch.inline_ptx(
                     "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
-                    read_only_args=[
-                        to, source + Int64(chunk) * 16 + Int64(at) * 16, cutlass.select_(exists, Int32(16), Int32(0))
-                    ],
-                )  # fmt: skip
+                    read_only_args=[to, line + 64 * j, cutlass.select_(inside, Int32(16), Int32(0))],
+                )
+
+
+def place_step(rows: int, tile: int) -> int:
+    """Bytes from a chunk to the one eight further in its row."""
+    return rows * panel_width(tile) * 2 * (1 if panel_width(tile) == 64 else 2)
 
 
 def announce(barrier) -> None:

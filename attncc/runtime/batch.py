@@ -33,11 +33,14 @@ FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, w
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """What runs are checked against.  `needs`: what tensors of a run must have, by the keys of serving.SAYS;
-    `scalars`: the values that the plan relies on, by place and name."""
+    """What runs are checked against.  `served`: which kernel they launch; `needs`: what their tensors must have, by the
+    keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `blocks`: the layout is
+    block-sparse."""
 
+    served: Served
     needs: Mapping[str, int]
     scalars: tuple[tuple[int, str, int | float], ...]
+    blocks: bool
 
 
 class BatchAttention:
@@ -54,9 +57,9 @@ class BatchAttention:
     `device`: where everything lies.  `partial_rows`: room for partial states, of 4 · num_kv_heads · (head_dim_vo + 1)
     bytes each; None: what plans can use, but at most 256 MiB.
 
-    Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan.  It
-    keeps the tensors and scalars of the captured run: a later plan may have no more query rows than q had, and one that
-    needs more of k, v or the parameters, or relies on other scalars, is refused.
+    Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan, as long
+    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan may have no more query
+    rows than q had, and one that needs more of k, v or the parameters, or relies on other scalars, is refused.
 
     Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
     time.  Objects know nothing of each other.
@@ -81,40 +84,45 @@ class BatchAttention:
             raise ValueError(f"deterministic: expected None or 'batch_invariant', found {deterministic!r}")
         used = driver or kernel.driver or cuda_driver()
         self._device = serving.device_of(device, used.device_type)
-        layout, page_size = ("ragged", None) if page_size is None else ("paged", int(page_size))
-        artifact = kernel.serving(layout, page_size)
-        if driver is None or driver is kernel.driver:
-            loaded = kernel.loaded(self._device, layout, page_size)
-        else:
-            loaded = launch.Loaded(driver, artifact, self._device)
-        manifest, entry = artifact.manifest, loaded.entry
-        self._spec = check.Spec.of(manifest, used.device_type)
-        self._served = Served(loaded, self._spec, manifest["dtype"], page_size)
+        self._kernel, self._driver = kernel, driver
+        self._served = self._load(None if page_size is None else int(page_size))
+        loaded, self._spec, says = self._served.loaded, self._served.spec, self._served.manifest.get("visible")
         self._parameters = check.Parameters(self._spec)
-        self._manifest = manifest
-        self._visible = Visible(manifest["visible"]) if manifest.get("visible") else None
+        self._visible = Visible(says) if says else None
         self._max_kv_pages = max_kv_pages
         shape = planning.Shape(
             num_qo_heads=int(num_qo_heads), num_kv_heads=int(num_kv_heads), head_dim_vo=self._spec.head_dim_vo,
-            tile_q=entry["tile_q"], tile_kv=entry["tile_kv"], page_size=page_size or 0, sm_count=loaded.sm_count,
-            max_batch_size=int(max_batch_size), max_qo_rows=int(max_qo_rows), partial_rows=int(partial_rows or 0),
-            batch_invariant=deterministic is not None,
+            tile_q=loaded.entry["tile_q"], tile_kv=loaded.entry["tile_kv"], page_size=self._served.page_size or 0,
+            sm_count=loaded.sm_count, max_batch_size=int(max_batch_size), max_qo_rows=int(max_qo_rows),
+            partial_rows=int(partial_rows or 0), batch_invariant=deterministic is not None,
             kv_bytes=(self._spec.head_dim_qk + self._spec.head_dim_vo) * self._spec.dtype.itemsize,
         )  # fmt: skip
         self._shape = shape if partial_rows is not None else replace(shape, partial_rows=default_partial_rows(shape))
         self._arena = self._make_arena()
         self._planned: Planned | None = None
         self._bindings: dict[tuple, Any] = {}
-        self._held: set[serving.Limit] = set()  # what tensors of captured runs have
-        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and their scalars, by plan
+        self._blocks: dict[int, Served] = {}
+        self._held: set[serving.Limit] = set()  # what tensors of captured runs have,
+        self._held_pages: set[int | None] = set()  # how these lie,
+        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and the scalars, by plan
         self._lock = threading.Lock()
+
+    def _load(self, page_size: int | None) -> Served:
+        """The variant's kernel for pages of that size, or ragged keys."""
+        layout = "ragged" if page_size is None else "paged"
+        artifact = self._kernel.serving(layout, page_size)
+        if self._driver in (None, self._kernel.driver):
+            loaded = self._kernel.loaded(self._device, layout, page_size)
+        else:
+            loaded = launch.Loaded(self._driver, artifact, self._device)
+        return Served(loaded, artifact.manifest)
 
     def _make_arena(self) -> Arena:
         sizes = planning.capacity(self._shape)
         # what few plans fill, or what is small, stands first: of most plans one range is copied
         planned = {n: sizes[n] for n in ("row_request", "requests", "header", "sources", "targets", "items")}
         scratch = {"zeros": 64, "tickets": 2, **{n: sizes[n] for n in ("counters", "part_o", "part_lse")}}
-        tail = 0 if self._served.page_size is None else self._max_kv_pages or FIRST_TAIL
+        tail = self._max_kv_pages or (0 if self._served.page_size is None else FIRST_TAIL)
         return Arena(planned, tail, scratch, self._device)
 
     # ------------------------------------------------------------------ plan
@@ -165,14 +173,21 @@ class BatchAttention:
         """Plan a block-sparse layout: rows of blocks of `block_rows` query rows, each with the block columns that it
         sees, indices[indptr[m] : indptr[m + 1]], of `block_cols` keys.
 
-        `page_size` must be block_cols, with k and v as pages, [blocks, block_cols, num_kv_heads, head_dim]; rows of
-        blocks count as requests.  `qo_len` and `kv_len` cut the last row and column of blocks short.  Keys stand packed
-        together, so variants that read positions, of tensors or in their mask, are refused.
+        A row of blocks counts as a request.  `qo_len` and `kv_len` cut the last row and column of blocks short.  Runs
+        take k and v as [blocks · block_cols, num_kv_heads, head_dim] or [blocks, block_cols, num_kv_heads, head_dim],
+        whatever `page_size` is; the kernel for such pages is loaded, or built, at the first plan that needs it.
+
+        Keys stand packed together, so a variant that reads positions (in its mask, or to index a tensor) is refused.
         """
         values = self._plan_scalars(scalars)
-        table = block_sparse.table(self._manifest, indptr, indices, block_rows, block_cols, qo_len, kv_len)
+        table = block_sparse.table(indptr, indices, block_rows, block_cols, qo_len, kv_len)
+        block_sparse.refuse_positions(self._served.manifest)
+        if block_cols not in self._blocks:
+            self._blocks[block_cols] = self._load(int(block_cols))
+        served = self._blocks[block_cols]
+        shape = replace(self._shape, page_size=block_cols, tile_kv=served.loaded.entry["tile_kv"])
         batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
-        self._adopt([table], values, planning.plan(self._shape, batch))
+        self._adopt([table], values, planning.plan(shape, batch), served)
 
     def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
         """(place, name, value) of the scalars given to a plan."""
@@ -198,8 +213,15 @@ class BatchAttention:
         known = {name: bool(value) if name in flags else value for _, name, value in values}
         return self._visible.bind({**known, "group_size": self._shape.group_size})
 
-    def _adopt(self, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
+    def _adopt(
+        self, tables: Sequence[serving.Table], values: Any, made: planning.Plan, blocks: Served | None = None
+    ) -> None:  # fmt: skip
         """Copy a plan to the device and take it as the present one; nothing has changed where that is refused."""
+        served = blocks or self._served
+        if self._held_pages and served.page_size not in self._held_pages:
+            raise ValueError(
+                "plan: expected keys that lie as those of captured runs, found blocks beside pages or rows"
+            )
         needs = serving.needs(tables)
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], needs, True, hint)
@@ -212,7 +234,7 @@ class BatchAttention:
         if made.row_request is not None and made.requests is not None:
             parts |= {"row_request": made.row_request, "requests": made.requests}
         self._arena.upload(parts, ids)
-        self._planned = Planned(needs, tuple(values))
+        self._planned = Planned(served, needs, tuple(values), blocks is not None)
 
     def _check_held_scalars(self, values: Sequence[tuple[int, str, int | float]]) -> None:
         """ValueError where no graph could follow a plan that relies on these scalars.  Runs captured under one plan are
@@ -259,6 +281,8 @@ class BatchAttention:
         """
         if (type(kv) is not tuple and type(kv) is not list) or len(kv) != 2:
             raise TypeError(f"kv: expected a pair (k, v), found {serving.described(kv)}")
+        if self._planned is not None and self._planned.blocks:
+            kv = block_sparse.in_blocks(kv, self._planned.served.page_size)
         tensors, scalars = (q, *kv), ()
         if params or self._spec.names:
             scalars, given = self._parameters.split(params)
@@ -278,14 +302,14 @@ class BatchAttention:
         if lse is not None:
             given += (lse,)
         try:
-            signature = (out is None, lse is None, return_lse)
+            signature = (planned.served.page_size, out is None, lse is None, return_lse)
             for t in given:
                 signature += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
             bound = self._bindings.get(signature)
         except (AttributeError, TypeError, RuntimeError):  # not strided tensors: _bind says which
             signature = bound = None
         if bound is None:
-            bound = self._bind(signature, tensors, out, lse, return_lse)
+            bound = self._bind(planned.served, signature, tensors, out, lse, return_lse)
         if bound.planned is not planned:
             self._fit(bound, planned)
         if bound.requires_grad and torch.is_grad_enabled():
@@ -308,11 +332,14 @@ class BatchAttention:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
         self._held.update(bound.limits)
+        self._held_pages.add(self._planned.served.page_size)
         self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 
-    def _bind(self, signature: tuple | None, tensors: Sequence[Any], out: Any, lse: Any, return_lse: bool):
+    def _bind(
+        self, served: Served, signature: tuple | None, tensors: Sequence[Any], out: Any, lse: Any, return_lse: bool
+    ):  # fmt: skip
         """Check everything that a signature tells, and prepare its launch."""
-        spec, served = self._spec, self._served
+        spec = self._spec
         heads = (self._shape.num_qo_heads, self._shape.num_kv_heads)
         sizes = serving.check_run(spec, heads, served.page_size, self._device, *tensors[:3])
         q, k, _, *rest = tensors

@@ -5,30 +5,20 @@ A row of blocks sees its keys packed together, so this serves variants that don'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from attncc.runtime.serving_arguments import Table, check_counts, host, offsets
 
 
 def table(
-    manifest: Mapping[str, Any], indptr: Any, indices: Any, block_rows: int, block_cols: int, qo_len: int | None,
-    kv_len: int | None,
+    indptr: Any, indices: Any, block_rows: int, block_cols: int, qo_len: int | None, kv_len: int | None
 ) -> Table:  # fmt: skip
-    """The indices of the batch that a block-sparse layout is.  ValueError and TypeError as BatchAttention says."""
+    """The indices of the batch that a block-sparse layout is.  ValueError and TypeError naming the argument."""
     check_counts(block_rows=block_rows, block_cols=block_cols, qo_len=qo_len, kv_len=kv_len)
-    if block_cols != manifest["page_size"]:
-        raise ValueError(
-            f"block_cols: expected {manifest['page_size']}, the page_size of the BatchAttention, found {block_cols}"
-        )
-    if manifest.get("positions") != []:
-        name, reads = manifest["variant"]["name"], ", ".join(manifest.get("positions") or ["positions"])
-        raise ValueError(
-            f"plan_block_sparse: expected a variant that doesn't ask where rows and keys stand, found {name}, which "
-            f"reads {reads}; nearest: a mask of the variant's own that says which keys exist"
-        )
     rows = offsets("indptr", indptr)
     columns = host("indices", indices).astype(np.int64)
     if len(columns) < rows[-1]:
@@ -69,3 +59,29 @@ def _rows(count: int, block_rows: int, qo_len: int | None) -> np.ndarray:
             f"blocks, found {total}"
         )
     return np.minimum(np.arange(count + 1) * block_rows, total)
+
+
+def refuse_positions(manifest: Mapping[str, Any]) -> None:
+    """ValueError where the variant asks for what a kernel doesn't know of packed keys."""
+    if manifest.get("positions") != []:
+        name, reads = manifest["variant"]["name"], ", ".join(manifest.get("positions") or ["positions"])
+        raise ValueError(
+            f"plan_block_sparse: expected a variant that doesn't ask where rows and keys stand, found {name}, which "
+            f"reads {reads}; nearest: a mask of the variant's own that says which keys exist"
+        )
+
+
+def in_blocks(kv: Sequence[Any], block_cols: int | None) -> list[Any]:
+    """k and v as blocks, where they are rows.  ValueError where the rows don't fill their last block."""
+    assert block_cols is not None
+    found = []
+    for name, t in zip("kv", kv, strict=True):
+        if isinstance(t, torch.Tensor) and t.dim() == 3:
+            if len(t) % block_cols:
+                raise ValueError(
+                    f"{name}: expected whole blocks of {block_cols} rows (pad the last one; kv_len tells which exist), "
+                    f"found shape {list(t.shape)}"
+                )
+            t = t.unflatten(0, (len(t) // block_cols, block_cols))
+        found.append(t)
+    return found

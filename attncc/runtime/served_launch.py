@@ -21,10 +21,12 @@ SCRATCH = ("tickets", "counters", "part_o", "part_lse")
 
 
 class Served:
-    """What all runs of an object have in common."""
+    """What all runs over one kind of storage have in common: pages of one size, or (page_size None) ragged keys."""
 
-    def __init__(self, loaded: launch.Loaded, spec: Spec, dtype: str, page_size: int | None):
-        self.loaded, self.spec, self.dtype, self.page_size = loaded, spec, dtype, page_size
+    def __init__(self, loaded: launch.Loaded, manifest: Mapping[str, Any]):
+        self.loaded, self.manifest = loaded, manifest
+        self.spec = Spec.of(manifest, loaded.driver.device_type)
+        self.page_size: int | None = manifest["page_size"]
 
     def bind(
         self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
@@ -59,7 +61,7 @@ class Served:
         return binding
 
     def _map(self, name: str, t: torch.Tensor) -> bytes:
-        encoded = self.loaded.encode(t, self.dtype, self.loaded.entry["tma"][f"map_{name}"], t.data_ptr())
+        encoded = self.loaded.encode(t, self.manifest["dtype"], self.loaded.entry["tma"][f"map_{name}"], t.data_ptr())
         if encoded is None:
             raise ValueError(
                 f"{name}: expected strides that TMA can address, found {list(t.stride())}; pass {name}.contiguous()"

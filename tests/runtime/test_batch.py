@@ -352,6 +352,32 @@ def test_every_row_of_a_block_sparse_layout_sees_its_keys_once(data):
     }
 
 
+def test_blocks_over_ragged_keys(driver):
+    """The kernel for such pages is fetched once; k and v are viewed as blocks, and ragged plans go on beside."""
+    asked = []
+    kernel = Kernel(
+        served_artifact(page_size=None), driver,
+        build=lambda layout, page_size: asked.append(page_size) or served_artifact(page_size=page_size),
+    )  # fmt: skip
+    attn = attention(driver, page_size=None, kernel=kernel)
+    q, k = rows(6, 8, 128), rows(40, 2, 128)
+    for _ in range(2):
+        attn.plan_block_sparse([0, 2, 3], [0, 3, 1], block_rows=3, block_cols=8)
+        attn.run(q, (k, k))
+        attn.run(q, (k.view(5, 8, 2, 128),) * 2)
+        attn.plan([0, 6], [0, 40])
+        attn.run(q, (k, k))
+    assert asked == [8]
+    assert [launch.values["page_size"] for launch in driver.launches] == [8, 8, 0] * 2
+    assert [launch.values["map_k"][0] for launch in driver.launches] == [k.data_ptr()] * 6
+    assert [m.dims for m in driver.encoded] == [(128, 8, 2, 5), (128, 40, 2, 1)]
+    driver.capturing = {0}
+    attn.run(q, (k, k))
+    driver.capturing = set()
+    with pytest.raises(ValueError, match="plan: expected keys that lie as those of captured runs"):
+        attn.plan_block_sparse([0, 2, 3], [0, 3, 1], block_rows=3, block_cols=8)
+
+
 # ---------------------------------------------------------------------- memory, graphs, streams
 
 

@@ -134,7 +134,6 @@ def test_more_partial_states_than_there_is_room_for(driver):
 
 
 BLOCKS = [
-    ({"block_cols": 8}, ValueError, "block_cols: expected 16, the page_size of the BatchAttention, found 8"),
     ({"block_rows": 0}, ValueError, "block_rows: expected 1 to 2³¹−1, found 0"),
     ({"block_rows": None}, TypeError, "block_rows: expected an int, found NoneType"),
     ({"indptr": [0, 2]}, ValueError, "qo_len: expected 1 to 3 rows, those of 1 rows of blocks, found 5"),
@@ -155,6 +154,21 @@ def test_bad_block_sparse_layouts(driver, change, error, says):
         attn.plan_block_sparse(**{**layout, **change})
     assert says in str(e.value)
     attn.plan_block_sparse(**layout)
+
+
+def test_blocks_that_a_kernel_was_not_built_for(driver):
+    with pytest.raises(ValueError, match="expected an artifact for layout 'paged', page_size 8, found one for"):
+        attention(driver).plan_block_sparse([0, 1], [0], block_rows=1, block_cols=8)
+
+
+def test_rows_that_do_not_fill_their_last_block(driver):
+    attn = attention(driver)
+    attn.plan_block_sparse([0, 1], [1], block_rows=1, block_cols=16, kv_len=30)
+    with pytest.raises(ValueError, match="k: expected whole blocks of 16 rows"):
+        attn.run(rows(1, 8, 128), (rows(30, 2, 128), rows(30, 2, 128)))
+    with pytest.raises(ValueError, match="k: expected at least 2 pages"):
+        attn.run(rows(1, 8, 128), (rows(16, 2, 128), rows(16, 2, 128)))
+    attn.run(rows(1, 8, 128), (rows(32, 2, 128), rows(32, 2, 128)))
 
 
 def test_block_sparse_layouts_know_no_positions(driver):

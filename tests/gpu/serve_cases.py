@@ -54,12 +54,13 @@ HARD = [Served(hard(name)) for name in ("every_space", "positions", "nothing_but
 DIMS = [
     Served(example("causal", "causal", head_dim=qk, head_dim_vo=vo), p) for qk, vo in HEAD_DIMS for p in (16, 1)
 ]  # fmt: skip
+BLOCKS = [Served(PLAIN, columns) for columns in (1, 5, 16)]  # block-sparse: a block of keys is a page
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
 def all_served() -> list[Served]:
     """Each kernel once."""
-    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, HALF]
+    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, HALF]
     return list(dict.fromkeys(found))
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attncc.runtime.serving_arguments import ServedSizes
 
 MISALIGNED = ALIGNMENT - 1
+GATHERED = 1 << 32  # units of 16 bytes: how far from the first row a kernel finds the others that it gathers
 SCRATCH = ("tickets", "counters", "part_o", "part_lse")
 
 
@@ -49,6 +50,9 @@ class Served:
                 stride.insert(labels.index("nnz_kv"), 0)
             fields |= launch.tensor_fields(param, shape, stride)
         units = {name: key_strides(name, t) for name, t in (("k", k), ("v", v))}
+        if self.loaded.entry["source"] == "gather":
+            check_reach("k", k.shape, units["k"])
+            check_reach("v", v.shape, units["v"])
         binding = launch.Binding(self.loaded.entry, self.loaded.function, self.loaded.sm_count)
         if self.loaded.entry["source"] == "tma":
             binding.set_maps({f"map_{name}": self._map(name, t) for name, t in (("k", k), ("v", v))})
@@ -77,7 +81,10 @@ def row_strides(name: str, t: torch.Tensor) -> dict[str, int]:
 
 def unfit_rows(t: torch.Tensor) -> bool:
     """Can't the kernel address q or out with these strides?"""
-    return any(s * t.element_size() % ALIGNMENT or s > I32_MAX for s in row_strides("", t).values())
+    item, strides = t.element_size(), row_strides("", t).values()
+    if any(s * item % ALIGNMENT or s > I32_MAX for s in strides):
+        return True
+    return sum((n - 1) * s * item // ALIGNMENT for n, s in zip(t.shape, strides, strict=False)) >= GATHERED
 
 
 def key_strides(name: str, t: torch.Tensor) -> list[int]:
@@ -90,6 +97,17 @@ def key_strides(name: str, t: torch.Tensor) -> list[int]:
             f"of {item} bytes; a cache is never copied"
         )
     return [s // ALIGNMENT for s in strides]
+
+
+def check_reach(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+    """ValueError where rows lie further from the first one than a kernel that gathers them can tell.  `strides` in
+    units of 16 bytes."""
+    last = sum((n - 1) * s for n, s in zip(shape, strides, strict=False) if n)
+    if last >= GATHERED:
+        raise ValueError(
+            f"{name}: expected a cache that spans at most 64 GiB, since pages of this size are gathered row by row, "
+            f"found {last * ALIGNMENT / 2**30:.1f} GiB; nearest: pages of a multiple of 8 rows"
+        )
 
 
 class ServedLaunch:

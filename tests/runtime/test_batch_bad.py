@@ -11,6 +11,7 @@ from fake_driver import FakeDriver, artifact, served_artifact
 from test_batch import CAUSAL, TABLE, attention, rows
 
 from attncc.runtime.kernel import Kernel
+from attncc.runtime.served_launch import check_reach, key_strides, unfit_rows
 
 BF16 = torch.bfloat16
 
@@ -325,6 +326,42 @@ def test_a_cache_that_tma_cannot_see(stride_zero):
     else:
         with pytest.raises(ValueError, match="k: expected strides that TMA can address, found"):
             attn.run(rows(6, 8, 128), (shared, shared))
+
+
+@pytest.mark.parametrize(
+    ("pages", "says"), [(2**22, None), (2**22 + 1, "k: expected a cache that spans at most 64 GiB")]
+)
+def test_a_cache_too_far_to_gather(pages, says):
+    """Pages of 4 rows, 16 KiB apart: the last row of 2^22 pages starts just below 64 GiB."""
+    far = torch.empty_strided((pages, 4, 2, 128), (8192, 256, 128, 1), dtype=BF16, device="meta")
+    units = key_strides("k", far)
+    assert units == [1024, 32, 16]
+    if says is None:
+        check_reach("k", far.shape, units)
+    else:
+        with pytest.raises(ValueError, match=says):
+            check_reach("k", far.shape, units)
+
+
+def test_only_kernels_that_gather_mind(driver, monkeypatch):
+    monkeypatch.setattr("attncc.runtime.served_launch.GATHERED", 2000)
+    q, k = rows(6, 1, 128), rows(10, 16, 1, 128)
+    for source in ("tma", "gather"):
+        attn = attention(driver, source=source, heads=(1, 1))
+        attn.plan(*TABLE)
+        if source == "tma":
+            attn.run(q, (k, k))
+        else:
+            with pytest.raises(ValueError, match="v: expected a cache that spans at most 64 GiB"):
+                attn.run(q, (k.as_strided((10, 16, 1, 128), (128, 128, 128, 1)), k))
+
+
+def test_rows_too_far_apart_are_copied():
+    far = lambda n: torch.empty_strided((n, 8, 128), (2**30, 128, 1), dtype=BF16, device="meta")  # noqa: E731
+    assert not unfit_rows(far(32))
+    assert unfit_rows(far(33))
+    assert unfit_rows(torch.empty_strided((2, 8, 128), (2**31, 128, 1), dtype=BF16, device="meta"))
+    assert not unfit_rows(torch.empty_strided((1, 8, 128), (2**31 + 1, 128, 1), dtype=BF16, device="meta"))
 
 
 def test_a_dense_artifact_serves_nothing(driver):

@@ -21,34 +21,42 @@ def place(row, chunk, rows: int, tile: int):
     return (chunk // each) * (rows * width * 2) + row * (width * 2) + swizzled * 16
 
 
+def shares(rows: int, team: int) -> int:
+    """How many words a lane needs for its warp's share of `rows` rows: 32 rows a word."""
+    return (-(-rows // (8 * team)) + 3) // 4
+
+
+def own_row(k: int, who, team: int):
+    """The row of the tile that word k of this lane is about: a warp has every `team`-th eight rows, from the
+    `who`-th."""
+    mine = 32 * k + cute.arch.lane_idx()
+    return ((mine // 8) * team + who) * 8 + mine % 8
+
+
 @cute.jit
 def copy_rows(
-    rows: cutlass.Constexpr,
-    tile: cutlass.Constexpr,
-    width: cutlass.Constexpr,
-    target: Int32,
-    source,
-    units,
-    valid: Int32,
-):
-    """Rows 0 … rows - 1 of `width` features (16 bits each) to a tile of `tile` features at shared address `target`.
-    `units[k]`: where row 32 k + lane lies after the address `source`, in 16 bytes, unsigned; rows from `valid` on and
-    features from `width` on become zeros, unread."""
+    rows: cutlass.Constexpr, tile: cutlass.Constexpr, width: cutlass.Constexpr, target: Int32, source, units,
+    valid: Int32, who: Int32, team: cutlass.Constexpr,
+):  # fmt: skip
+    """This warp's share of rows 0 … rows - 1, of `width` features (16 bits), to a tile of `tile` features at shared
+    address `target`.  `units[k]`: where row own_row(k, …) lies after the address `source`, in 16 bytes, unsigned; rows
+    from `valid` on and features from `width` on become zeros, unread."""
     row, part = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
     here = source + Int64(part) * 16
-    places = [target + place(row, 4 * j + part, rows, tile) for j in range(2)]
-    for k in cutlass.range_constexpr((rows + 31) // 32):
+    pitch = 8 * panel_width(tile) * 2
+    places = [target + who * pitch + place(row, 4 * j + part, rows, tile) for j in range(2)]
+    for m in cutlass.range_constexpr(-(-rows // (8 * team))):
         # eight rows at a time, after which the swizzle repeats; 64 bytes of each a copy
-        for eight in cutlass.range_constexpr(min(rows - 32 * k, 32) // 8):
-            first = 32 * k + 8 * eight
-            at = cutlass.Uint32(cute.arch.shuffle_sync(units[k], 8 * eight + row))
+        first = (who + m * team) * 8
+        if first < rows:
+            at = cutlass.Uint32(cute.arch.shuffle_sync(units[m // 4], 8 * (m % 4) + row))
             line = here + Int64(at) * 16
             exists = first + row < valid
             for j in cutlass.range_constexpr(tile // 32):
                 inside = exists
                 if const_expr(32 * j + 32 > width):
                     inside = exists & (32 * j + 8 * part < width)
-                to = places[j % 2] + (j // 2) * (place_step(rows, tile)) + first * (panel_width(tile) * 2)
+                to = places[j % 2] + (j // 2) * place_step(rows, tile) + m * team * pitch
                 cute.arch.inline_ptx(
                     "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
                     read_only_args=[to, line + 64 * j, cutlass.select_(inside, Int32(16), Int32(0))],

@@ -1,8 +1,9 @@
 """What fills the Q, K and V rings of served batches.
 
-Boxes: TMA copies of `chunk` rows, each within one page (ragged keys: one box a block).  Rows: every row by itself,
-gathered by cp.async, for pages of any size.  A lane looks up the page of its box, or the addresses of its rows, one
-block ahead of the copies.
+Boxes: TMA copies of `chunk` rows, each within one page (ragged keys: one box a block), by a warp for K and one for V,
+while a third one gathers Q.  Rows: for pages of any size every row by itself, gathered by cp.async; the three warps
+share every tile, since one alone is too slow.  A lane looks up the page of its box, or where its rows lie, one block
+ahead of the copies.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from .gather import announce, copy_rows
+from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
 from .packed import Holes, Load, Owner, env_of, peek, word
 from .ring import advance, is_lead, release
@@ -29,7 +30,7 @@ class Cache(NamedTuple):
     head: Any
 
 
-GATHER_WRITERS = 33  # arrivals that fill a slot: the copies of 32 lanes, and the lane that tags it
+TEAM = 3  # warps that gather together
 
 
 @cute.jit
@@ -42,21 +43,25 @@ def locate(local, exists, table, lists, sizes):
     return page, local - index * sizes.page_size
 
 
-def look_up(p, cache, item, n, lists, sizes):
-    """Where block n lies, as this lane must know it: (page, box) of its box, or its rows in units of 16 bytes."""
-    lane = cute.arch.lane_idx()
+def look_up_box(p, item, n, lists, sizes):
+    """Where block n lies, as this lane must know it: (page, box in the page) of one of its boxes."""
     if p.layout == "ragged":
         return (n,)
-    if p.chunk:
-        local = n * p.tile_kv + lane * p.chunk
-        page, row = locate(local, (lane < p.tile_kv // p.chunk) & (local < item.keys), item.table, lists, sizes)
-        return page, row // p.chunk
-    found = ()
-    for k in range((p.tile_kv + 31) // 32):
-        local = n * p.tile_kv + 32 * k + lane
+    lane = cute.arch.lane_idx()
+    local = n * p.tile_kv + lane * p.chunk
+    page, row = locate(local, (lane < p.tile_kv // p.chunk) & (local < item.keys), item.table, lists, sizes)
+    return page, row // p.chunk
+
+
+def look_up_rows(p, item, n, k: Cache, v: Cache, who, lists, sizes):
+    """Where this lane's rows of block n lie: units of K, units of V."""
+    in_k, in_v = (), ()
+    for at in range(shares(p.tile_kv, TEAM)):
+        local = n * p.tile_kv + own_row(at, who, TEAM)
         page, row = locate(local, local < item.keys, item.table, lists, sizes)
-        found = (*found, page * cache.page + row * cache.row + item.g * cache.head)
-    return found
+        in_k = (*in_k, page * k.page + row * k.row + item.g * k.head)
+        in_v = (*in_v, page * v.page + row * v.row + item.g * v.head)
+    return in_k, in_v
 
 
 class Boxes:
@@ -100,40 +105,66 @@ def issue_boxes(p: cutlass.Constexpr, boxes: cutlass.Constexpr, atom, ring: cutl
 
 
 @cute.jit
-def fill_block(
-    p: cutlass.Constexpr, what: cutlass.Constexpr, boxes: cutlass.Constexpr, source, base: Int32,
-    ring: cutlass.Constexpr, slot: Int32, phase: Int32, places, left: Int32, tags, tag: Int32,
-):  # fmt: skip
-    """Wait for the slot, then copy a block of which `left` keys exist."""
-    cute.arch.mbarrier_wait(ring.empty + slot, phase)
-    if const_expr(what == "k" and not p.counted):
-        if cute.arch.lane_idx() == 0:
-            cute.make_tensor(tags + slot, cute.make_layout(1))[0] = tag
-    if const_expr(p.chunk):
-        count = cutlass.min((left + p.chunk - 1) // p.chunk, p.tile_kv // p.chunk)
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, count * boxes.nbytes)
-        cute.arch.sync_warp()
-        issue_boxes(p, boxes, source, ring, slot, places, count)
-    else:
-        tile, width = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
-        copy_rows(p.tile_kv, tile, width, base + slot * (p.tile_kv * tile * 2), source.base, places, left)
-        announce(ring.full + slot)
-        if cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive(ring.full + slot)
+def tag_slot(p: cutlass.Constexpr, tags, slot: Int32, tag: Int32):
+    """Where the mask has holes, say which block of keys a slot holds."""
+    if const_expr(not p.counted):
+        cute.make_tensor(tags + slot, cute.make_layout(1))[0] = tag
 
 
 @cute.jit
-def stream_keys(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, source, sB, ring: cutlass.Constexpr,
+def fill_boxes(
+    p: cutlass.Constexpr, boxes: cutlass.Constexpr, atom, ring: cutlass.Constexpr, slot: Int32, phase: Int32, places,
+    left: Int32, tags, tag: Int32,
+):  # fmt: skip
+    """Wait for the slot, then copy a block of which `left` keys exist."""
+    cute.arch.mbarrier_wait(ring.empty + slot, phase)
+    count = cutlass.min((left + p.chunk - 1) // p.chunk, p.tile_kv // p.chunk)
+    if cute.arch.lane_idx() == 0:
+        if const_expr(boxes.what == "k"):
+            tag_slot(p, tags, slot, tag)
+        cute.arch.mbarrier_arrive_and_expect_tx(ring.full + slot, count * boxes.nbytes)
+    cute.arch.sync_warp()
+    issue_boxes(p, boxes, atom, ring, slot, places, count)
+
+
+@cute.jit
+def fill_rows(
+    p: cutlass.Constexpr, what: cutlass.Constexpr, base: Int32, source, ring: cutlass.Constexpr, slot: Int32,
+    phase: Int32, units, left: Int32, tags, tag: Int32, who: Int32,
+):  # fmt: skip
+    """Wait for the slot, then copy this warp's share of a block of which `left` keys exist."""
+    cute.arch.mbarrier_wait(ring.empty + slot, phase)
+    tile, width = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
+    copy_rows(p.tile_kv, tile, width, base + slot * (p.tile_kv * tile * 2), source.base, units, left, who, TEAM)
+    announce(ring.full + slot)
+    if cute.arch.lane_idx() == 0:
+        if const_expr(what == "k"):
+            if who == 0:
+                tag_slot(p, tags, slot, tag)
+        cute.arch.mbarrier_arrive(ring.full + slot)
+
+
+def writers(p) -> int:
+    """Arrivals that fill a slot of keys: one, or of every gathering warp those of its copies and one for the tag."""
+    return 1 if p.chunk else 33 * TEAM
+
+
+@cute.jit
+def want(wanted: cute.Pointer, lead):
+    """Ask the schedule warp for the next item.  Earlier than it is needed soon would be wrong: a CTA would sit on work
+    that others could do."""
+    if lead:
+        cute.arch.mbarrier_arrive(wanted)
+
+
+@cute.jit
+def stream_boxes(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, atom, sB, ring: cutlass.Constexpr,
     item_ring: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
-    """One warp streams K, another V, block by block from the last to the first.  K asks for the next item (`wanted`)
-    when it comes to the last block of this one: a CTA that took its tickets earlier would sit on work of others."""
-    if const_expr(p.chunk):
-        cpasync.prefetch_descriptor(source)
+    """One warp streams K, another V, block by block from the last to the first."""
+    cpasync.prefetch_descriptor(atom)
     lead = is_lead()
-    base = sB.iterator.toint()
     slot, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
     live = True
     while live:
@@ -141,43 +172,79 @@ def stream_keys(
         item = peek(Load, items, it)
         live = item.live != 0
         count = item.end - item.begin
-        n, masked, chunk, seen, clear = item.end - 1, Int32(0), Int32(0), Int32(0), Int32(0)
-        walk = None
-        if const_expr(not p.counted):
-            walk = walk_of_item(peek(Holes, items, it), item, lists, sizes)
-            chunk = first_chunk(p, walk)
-            if count > 0:
-                n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
+        walk = walk_of_item(p, items, it, item, lists, sizes)
+        n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
         release(item_ring, it, lead)
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
-            boxes = Boxes(p, what, source, sB, item) if p.chunk else None
-            places = look_up(p, source, item, n, lists, sizes)
+            boxes = Boxes(p, what, atom, sB, item)
+            places = look_up_box(p, item, n, lists, sizes)
             for k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places
-                if const_expr(p.counted):
-                    n = cutlass.max(n - 1, 0)
-                else:
-                    n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
-                places = look_up(p, source, item, n, lists, sizes)
+                n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+                places = look_up_box(p, item, n, lists, sizes)
                 if const_expr(what == "k"):
                     if k == count - 1:
                         want(wanted, lead)
-                fill_block(
-                    p, what, boxes, source, base, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag
-                )
+                fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
                 slot, phase = advance(ring.stages, slot, phase)
         elif const_expr(what == "k"):
             want(wanted, lead)
 
 
 @cute.jit
-def want(wanted: cute.Pointer, lead):
-    if lead:
-        cute.arch.mbarrier_arrive(wanted)
+def stream_rows(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, who: Int32, k: Cache, v: Cache, q, sQ, sK, sV,
+    rings: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+):  # fmt: skip
+    """One of the warps that gather Q, K and V together.  A block of K is copied before the block of V that comes before
+    it: so the consumers free the slots."""
+    q_ring, k_ring, v_ring, item_ring = rings
+    lead = is_lead()
+    k_base, v_base = sK.iterator.toint(), sV.iterator.toint()
+    ks, kph, vs, vph, qs, qph, it, it_phase = (Int32(x) for x in (0, 1, 0, 1, 0, 1, 0, 0))
+    live = True
+    while live:
+        cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
+        item = peek(Load, items, it)
+        live = item.live != 0
+        count = item.end - item.begin
+        walk = walk_of_item(p, items, it, item, lists, sizes)
+        n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
+        release(item_ring, it, lead)
+        it, it_phase = advance(item_ring.stages, it, it_phase)
+        in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
+        if count > 0:
+            fill_rows(
+                p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
+            )  # fmt: skip
+            ks, kph = advance(k_ring.stages, ks, kph)
+        if live:
+            gather_queries(p, q, sQ, q_ring, qs, qph, item, sizes, who, TEAM)
+            qs, qph = advance(p.q_stages, qs, qph)
+        for j in cutlass.range(count, unroll=1):
+            now, here = n, in_v
+            n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+            in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
+            if j + 1 < count:
+                fill_rows(
+                    p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
+                )  # fmt: skip
+                ks, kph = advance(k_ring.stages, ks, kph)
+            else:
+                if who == 0:
+                    want(wanted, lead)
+            fill_rows(p, "v", v_base, v, v_ring, vs, vph, here, item.keys - now * p.tile_kv, tags, Int32(0), who)
+            vs, vph = advance(v_ring.stages, vs, vph)
+        if (count == 0) & (who == 0):
+            want(wanted, lead)
 
 
-def walk_of_item(holes, item, lists, sizes) -> Walk:
+def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
+    """Where the mask has holes, how to go through the blocks of an item."""
+    if p.counted:
+        return None
+    holes = peek(Holes, items, it)
     owner = Owner(holes.request, holes.q_start, holes.qo_len, holes.kv_len)
     env = env_of(owner, item.g * sizes.group_size, item.g, holes.offset, item.keys, item.table, lists, sizes)
     return Walk(
@@ -187,12 +254,51 @@ def walk_of_item(holes, item, lists, sizes) -> Walk:
 
 
 @cute.jit
+def first_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, item):
+    """(block, masked, and the walk's state) of an item's last block."""
+    n, masked, chunk, seen, clear = cutlass.max(item.end - 1, 0), Int32(0), Int32(0), Int32(0), Int32(0)
+    if const_expr(not p.counted):
+        if item.end > 0:
+            n, masked, chunk, seen, clear = next_block(p, fn, walk, first_chunk(p, walk), seen, clear)
+    return n, masked, chunk, seen, clear
+
+
+@cute.jit
+def following_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, n, masked, chunk, seen, clear):
+    if const_expr(p.counted):
+        n = cutlass.max(n - 1, 0)
+    else:
+        n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
+    return n, masked, chunk, seen, clear
+
+
+@cute.jit
+def gather_queries(
+    p: cutlass.Constexpr, q, sQ, ring: cutlass.Constexpr, stage: Int32, phase: Int32, item, sizes, who: Int32,
+    team: cutlass.Constexpr,
+):  # fmt: skip
+    """A warp's share of the packed rows of a tile; the two warpgroups of a small one get the same rows."""
+    for w in cutlass.range_constexpr(p.warpgroups):
+        first = cutlass.select_(item.split != 0, Int32(0), Int32(64 * w))
+        units = ()
+        for k in cutlass.range_constexpr(shares(64, team)):
+            packed = item.row0 + cutlass.min(first + own_row(k, who, team), item.rows - 1)
+            row = packed // sizes.group_size
+            h = item.g * sizes.group_size + (packed - row * sizes.group_size)
+            units = (*units, row * (sizes.q_row >> 3) + h * (sizes.q_head >> 3))
+        slot = stage * p.warpgroups + w
+        target = sQ.iterator.toint() + slot * (64 * p.tile_qk * 2)
+        cute.arch.mbarrier_wait(ring.empty + slot, phase)
+        copy_rows(64, p.tile_qk, p.head_dim_qk, target, q.toint(), units, item.rows - first, who, team)
+        announce(ring.full + slot)
+
+
+@cute.jit
 def stream_queries(
-    p: cutlass.Constexpr, q, sQ, ring: cutlass.Constexpr, item_ring: cutlass.Constexpr, items, lists, sizes
-):
-    """One warp gathers the packed rows of every tile; the two warpgroups of a small one get the same rows."""
-    lead, lane = is_lead(), cute.arch.lane_idx()
-    base, nbytes = sQ.iterator.toint(), 64 * p.tile_qk * 2
+    p: cutlass.Constexpr, q, sQ, ring: cutlass.Constexpr, item_ring: cutlass.Constexpr, items, sizes
+):  # fmt: skip
+    """The warp that gathers the packed rows of every tile."""
+    lead = is_lead()
     stage, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
     live = True
     while live:
@@ -202,16 +308,5 @@ def stream_queries(
         release(item_ring, it, lead)
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if live:
-            for w in cutlass.range_constexpr(p.warpgroups):
-                first = cutlass.select_(item.split != 0, Int32(0), Int32(64 * w))
-                units = ()
-                for k in cutlass.range_constexpr(2):
-                    packed = item.row0 + cutlass.min(first + 32 * k + lane, item.rows - 1)
-                    row = packed // sizes.group_size
-                    h = item.g * sizes.group_size + (packed - row * sizes.group_size)
-                    units = (*units, row * (sizes.q_row >> 3) + h * (sizes.q_head >> 3))
-                slot = stage * p.warpgroups + w
-                cute.arch.mbarrier_wait(ring.empty + slot, phase)
-                copy_rows(64, p.tile_qk, p.head_dim_qk, base + slot * nbytes, q.toint(), units, item.rows - first)
-                announce(ring.full + slot)
+            gather_queries(p, q, sQ, ring, stage, phase, item, sizes, Int32(0), 1)
             stage, phase = advance(p.q_stages, stage, phase)

@@ -1,6 +1,6 @@
 """Attention over a planned batch for Hopper: decode, verification, chunked and whole prefill in one launch.
 
-One persistent CTA an SM = a producer warpgroup (K warp, V warp, Q warp, schedule warp) + two consumer warpgroups of 64
+One persistent CTA an SM = a producer warpgroup (three warps that load, a schedule warp) + two consumer warpgroups of 64
 packed rows each.  Work comes as items (packed.py): a tile of packed rows of one kv head, and a run of its keys.  Where
 a tile has at most 64 rows the two warpgroups take its blocks of keys in turn and merge their states at the end, so that
 few rows cost no more time than their keys take to arrive; else each has its own rows and sees every block.
@@ -21,7 +21,7 @@ from cutlass.memory import SmemAllocator
 from .epilogue import LN2, close_row, finish_rows, store_packed_lse, store_rows, totals
 from .forward import Block, issue_scores, issue_values, weights
 from .gather import place
-from .kv_pages import GATHER_WRITERS, Cache, stream_keys, stream_queries
+from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
 from .merge import BAR_FREE, BAR_STORED, BAR_TAKEN, arrive, hand_over, merge_pieces, receive, store_partial
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
@@ -321,11 +321,10 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
     sums = smem.allocate_array(cutlass.Float32, 4 * 128)
     if t == 0:
-        writers = 1 if p.chunk else GATHER_WRITERS
-        open_ring(k_ring, 4 * p.warpgroups, writers)
-        open_ring(v_ring, 4 * p.warpgroups, writers)
+        open_ring(k_ring, 4 * p.warpgroups, writers(p))
+        open_ring(v_ring, 4 * p.warpgroups, writers(p))
         open_ring(item_ring, 4 * p.warpgroups + 3)
-        open_ring(q_ring, 4, 32)
+        open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
         cute.arch.mbarrier_init(wanted, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -333,14 +332,18 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     rings = q_ring, k_ring, v_ring, item_ring
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])
-        if warp == 0:
-            stream_keys(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
-        if warp == 1:
-            stream_keys(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
-        if warp == 2:
-            deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
+        if const_expr(p.chunk):
+            if warp == 0:
+                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
+            if warp == 1:
+                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
+            if warp == 2:
+                stream_queries(p, q, sQ, q_ring, item_ring, items, sizes)
+        else:
+            if warp < TEAM:
+                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, items, tags, wanted, lists, sizes)
         if warp == 3:
-            stream_queries(p, q, sQ, q_ring, item_ring, items, lists, sizes)
+            deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(

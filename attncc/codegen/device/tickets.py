@@ -98,7 +98,10 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         added = tuple(Int32(0) for _ in range(12))
         record = ticket // heads
         if lane < RECORD_WORDS:
-            at[lane] = word(lists.items, record * RECORD_WORDS + lane) if live else Int32(0)
+            mine = Int32(0)
+            if live:
+                mine = word(lists.items, record * RECORD_WORDS + lane)
+            at[lane] = mine
         cute.arch.sync_warp()
         if live:
             g = at[WORDS["head"]] + (ticket - record * heads)

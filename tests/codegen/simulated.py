@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from gpu.cases import SCALARS, Case
 from ptx.launch import run_forward
+from ptx.serve import Simulated
 from torch import Tensor
 
 import attncc
 from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+
+sys.path.append(str(Path(__file__).parents[1] / "gpu"))  # as its own tests see it: batches are made and judged there
+import serve_checks
+from serve_cases import Lengths, Served
+from serve_checks import Batch
 
 ROUNDING = {"bf16": 2.0**-9, "f16": 2.0**-12}  # largest relative error of one rounding
 
@@ -41,3 +49,79 @@ def check(case: Case, path: Path, x: Inputs, **options: Any) -> tuple[Tensor, Te
         seen = want_lse.isfinite()
         assert bool(((lse.double() - want_lse).abs() <= 1e-4 + 2e-6 * want_lse.abs())[seen].all())
     return out, lse
+
+
+# ------------------------------------------------------------------------------------- served batches
+State = tuple[Tensor, Tensor | None]  # out, lse
+
+
+def batch(served: Served, lengths: Lengths, heads: tuple[int, int], seed: int = 0, **options: Any) -> Batch:
+    """serve_checks.make_batch on the CPU."""
+    with patch.object(serve_checks, "DEVICE", "cpu"):
+        return serve_checks.make_batch(served, lengths, heads, seed, **options)
+
+
+def simulated(x: Batch, **options: Any) -> Simulated:
+    """An object that is just large enough for the batch; options of Simulated and of BatchAttention."""
+    maxima = {"max_batch_size": max(1, len(x.lengths)), "max_qo_rows": max(1, len(x.q))}
+    heads = {"num_qo_heads": x.heads[0], "num_kv_heads": x.heads[1], "page_size": x.served.page_size}
+    return Simulated(serve_checks.compile_served(x.served), **{**heads, **maxima, **options})
+
+
+def serve(x: Batch, plan: dict[str, Any] | None = None, pieces: int = 0, **options: Any) -> State:
+    """Plan (with scalars `plan`) and run; at least so many pieces must have been merged."""
+    sim = simulated(x, **options)
+    sim.attn.plan(*x.table, **(plan or {}))
+    found = run(sim, x)
+    assert sim.driver.pieces >= pieces, f"the plan merges {sim.driver.pieces} pieces: a test of nothing"
+    return found
+
+
+def run(sim: Simulated, x: Batch) -> State:
+    found = sim.run(x.q, x.kv, return_lse=x.softmax, **x.params)
+    return found if x.softmax else (found, None)
+
+
+def serve_and_check(x: Batch, plan: dict[str, Any] | None = None, **options: Any) -> State:
+    """The same, judged by the reference."""
+    found = serve(x, plan, **options)
+    serve_checks.check(x, found)
+    return found
+
+
+Level = list[tuple[int, int]]  # (query rows, keys) of every group
+
+
+def cascade(served: Served, levels: list[Level], heads: tuple[int, int]) -> tuple[Batch, list, State]:
+    """(batch, what plan_cascade takes, what it must give).  The groups of all levels but the last appear in the batch
+    as requests without rows."""
+    hidden = [(0, keys) for level in levels[:-1] for _, keys in level]
+    x = batch(served, [*hidden, *levels[-1]], heads)
+    offsets, planned, at = x.table[1], [], 0
+    for level in levels:
+        end = at + len(level)
+        mine = (torch.tensor([0, *(rows for rows, _ in level)]).cumsum(0).int(), offsets[at : end + 1])
+        if served.page_size is not None:
+            mine = (mine[0], mine[1] - mine[1][0], x.table[2][int(offsets[at]) :], x.table[3][at:end])
+        planned.append(mine)
+        at = end
+    return x, planned, _flat(x, levels, planned)
+
+
+def _flat(x: Batch, levels: list[Level], planned: list) -> State:
+    """The reference, each request with the keys of its groups one after another."""
+    ends = torch.tensor([keys for _, keys in x.lengths]).cumsum(0).tolist()
+    found, at = [], 0
+    for row in planned[-1][0][:-1].tolist():
+        found.append([])
+        at = 0
+        for level, (rows, *_) in zip(levels, planned, strict=True):
+            group = at + int(torch.searchsorted(rows[1:].contiguous(), row, right=True))
+            found[-1] += range(ends[group] - x.lengths[group][1], ends[group])
+            at += len(level)
+    keys = torch.tensor([n for one in found for n in one])
+    k, v = (cache[tuple(p[keys] for p in x.places)] for cache in x.kv)
+    indptr = torch.tensor([0, *map(len, found)]).cumsum(0).int()
+    oracle: Any = serve_checks.reference_case(x.served.case)
+    want = oracle.ragged(x.q, k, v, planned[-1][0], indptr, return_lse=x.softmax, **x.params)
+    return want if x.softmax else (want, None)

@@ -225,6 +225,10 @@ class SharedMemory:
         index = self._index(ins, addresses, width)
         if (self.states[width][index] & _every_byte(LANDING | BARRIER, width)).any():
             raise ins.fault("shared memory is written where a copy is landing or an mbarrier lives")
+        every = _every_byte(WRITTEN, width)
+        news = (self.views[width][index] != values) | (self.states[width][index] & every != every)
+        if not news.all():  # to write what is there already changes nothing for anybody
+            index, addresses, values = index[news], addresses[news], values[news]
         for r in self.reads:
             if ((addresses < r.high) & (addresses + width > r.low)).any():
                 raise ins.fault(f"shared memory is written while it is still read by\n     {r.ins}")

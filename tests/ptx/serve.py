@@ -26,7 +26,7 @@ REQUEST, ROW0, ROWS, KEYS, TABLE, TARGET0, TARGETS, DELTA = 0, 2, 3, 6, 8, 9, 10
 SOURCE0, SOURCES = 3, 4  # words of a target
 
 
-class Served:
+class Simulated:
     """`attn` is a BatchAttention on the CPU: plan with it, then `run` here.  `ptx` stands in for the artifact's own;
     `sm_count` CTAs, `seed` and `lockstep` as of Machine."""
 
@@ -53,6 +53,8 @@ class Served:
 class ServeDriver(SimulatedDriver):
     rows: int
     kv: tuple[torch.Tensor, torch.Tensor]
+    pieces = 0  # partial states that the last plan merges
+    shared = False  # does one of its pieces belong to several requests?
 
     def place(
         self, memory: GlobalMemory, values: dict[str, bytes | TensorMap], number: Mapping[str, int],
@@ -89,6 +91,8 @@ class ServeDriver(SimulatedDriver):
                 address, base = number[name] + 4 * first, memory.room(4 * count)
                 memory.put(name, process_memory(address, 4 * count), base=base)
                 values[name] = (base - 4 * first).to_bytes(8, "little")
+        items = items_of(number)
+        self.pieces, self.shared = int((items[:, TARGETS] > 0).sum()), bool((items[:, REQUEST] < 0).any())
         zeros = [put("tickets", 8, True)]
         targets, rows = workspace(number)
         if targets:

@@ -247,13 +247,19 @@ def test_shared_memory_stored_under_a_product():
 
 def test_an_operand_written_by_threads_needs_a_fence():
     def generic(fence):
-        # the operand's first word is stored again, with what it holds
-        again = "ld.shared.u32 %r5, [%r3]; @!%p1 st.shared.u32 [%r3], %r5; " + fence + " bar.sync 0;"
+        # the operand's first word becomes another one
+        again = "mov.b32 %r5, 0x3F803F80; @!%p1 st.shared.u32 [%r3], %r5; " + fence + " bar.sync 0;"
         return lambda body: body.replace("wgmma.fence.sync.aligned;", again + "wgmma.fence.sync.aligned;", 1)
 
     faulty(generic(""), "with no fence.proxy.async")
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         faulty(generic("fence.proxy.async.shared::cta;"), "with no fence.proxy.async")
+
+
+def test_writing_what_is_there_already_harms_nobody():
+    again = "ld.shared.u32 %r5, [%r3]; @!%p1 st.shared.u32 [%r3], %r5;"
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        faulty(lambda body: body.replace("wgmma.", again + "wgmma."), "read|fence")
 
 
 def test_bytes_miscounted():
@@ -305,7 +311,7 @@ def test_stores_gone_wrong():
     with pytest.raises(Fault, match="ends while its shared memory is still read"):
         store(after="")
     with pytest.raises(Fault, match=r"still read by\s+line \d+: cp\.async\.bulk\.tensor"):
-        store(after="st.shared.u32 [%r1], %r0; cp.async.bulk.wait_group.read 0;")
+        store(after="st.shared.u32 [%r1], 7; cp.async.bulk.wait_group.read 0;")
     with pytest.raises(Fault, match="ends while its shared memory is still read"):
         store(commit="")
 

@@ -94,8 +94,8 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, int]:
         # Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
-        # one by one, and looking pages up, takes the producers more than 24.
-        return (24, 240) if self.counted and not self.served else (56, 224)
+        # one by one, and looking pages up, takes the producers more than 24; both take more than 56.
+        return {(True, False): (24, 240), (False, True): (88, 208)}.get((self.counted, self.served), (56, 224))
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""

@@ -19,7 +19,7 @@ def build(case: cases.Case | serve_cases.Served) -> str | None:
 
     try:
         compiler.compile(case.source, **case.options)  # pyright: ignore[reportArgumentType]
-    except (AttnError, ValueError, TypeError) as e:
+    except (AttnError, ValueError, TypeError, RuntimeError) as e:
         return f"{case}: {e}"
     return None
 

@@ -219,13 +219,13 @@ def stream_rows(
                 p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
             )  # fmt: skip
             ks, kph = advance(k_ring.stages, ks, kph)
+        now, now_v = n, in_v
+        n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+        in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
         if live:
             gather_queries(p, q, sQ, q_ring, qs, qph, item, sizes, who, TEAM)
             qs, qph = advance(p.q_stages, qs, qph)
         for j in cutlass.range(count, unroll=1):
-            now, here = n, in_v
-            n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
-            in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
             if j + 1 < count:
                 fill_rows(
                     p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
@@ -234,7 +234,11 @@ def stream_rows(
             else:
                 if who == 0:
                     want(wanted, lead)
-            fill_rows(p, "v", v_base, v, v_ring, vs, vph, here, item.keys - now * p.tile_kv, tags, Int32(0), who)
+            left, here = item.keys - now * p.tile_kv, now_v
+            now, now_v = n, in_v
+            n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+            in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
+            fill_rows(p, "v", v_base, v, v_ring, vs, vph, here, left, tags, Int32(0), who)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)

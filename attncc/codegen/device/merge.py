@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from .epilogue import close_row
+from .epilogue import BAR_STORE, close_row
 from .functors import NEG_INF
 from .packed import word
 
@@ -154,3 +154,77 @@ def merge_pieces(p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: In
                 O[i, 0, n] = O[i, 0, n] * keep + x * weight
                 O[i, 1, n] = O[i, 1, n] * keep + y * weight
     return (base[0], base[1]), (total[0], total[1])
+
+
+BATCH = 8  # pieces whose loads are on their way together
+
+
+def few_rows(p) -> int:
+    """Rows that merge_few can take: their sums fit the warpgroup's part of the store buffer."""
+    return min(16, 64 * p.stage_vo * 2 // (p.head_dim_vo * 4 + 8))
+
+
+def load_pieces(p, target, first, row, part, g, lists, sizes):
+    """(log2, four features from 4 `part` on) of a row in BATCH pieces from the first-th on; the last one repeats."""
+    sources = [lists.sources + (target.source0 + cutlass.min(first + u, target.sources - 1)) for u in range(BATCH)]
+    rows = [partial_row(sizes, word(s, 0) + target.row0 + row, g) for s in sources]
+    log2 = [Float32(0.0)] * BATCH
+    if p.scan == "softmax":
+        log2 = [cute.arch.load(lists.part_lse + at, Float32, cop="cg") for at in rows]
+    load = "ld.global.cg.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    places = [lists.part_o.toint() + (at * p.head_dim_vo + part * 4) * 4 for at in rows]
+    return log2, [cute.arch.inline_ptx(load, write_only_types=[Float32] * 4, read_only_args=[at]) for at in places]
+
+
+def add_pieces(p, target, first, log2, values, base, total, acc):
+    """(base, total, acc) with the pieces added."""
+    new = base
+    for x in log2:
+        new = cute.arch.fmax(new, x)
+    safe = cutlass.select_(new == NEG_INF, Float32(0.0), new)
+    keep = cute.math.exp2(base - safe, fastmath=True) if p.scan == "softmax" else Float32(1.0)
+    total, acc = total * keep, [a * keep for a in acc]
+    for u in range(BATCH):
+        weight = cute.math.exp2(log2[u] - safe, fastmath=True)
+        weight = cutlass.select_(first + u < target.sources, weight, Float32(0.0))
+        total = total + weight
+        acc = [a + x * weight for a, x in zip(acc, values[u], strict=True)]
+    return new, total, tuple(acc)
+
+
+@cute.jit
+def merge_few(
+    p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32
+):
+    """merge_pieces for a few rows, where most threads of the fragment would idle: each takes four features of a row,
+    and leaves them in shared memory for the fragment.  `stage`: address of the warpgroup's part of the store buffer."""
+    chunks, few = p.head_dim_vo // 4, few_rows(p)
+    sums = stage + few * p.head_dim_vo * 4
+    cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)  # the last store has read the buffer
+    for k in cutlass.range((target.rows * chunks + 127) // 128, unroll=1):
+        at = k * 128 + t
+        if at < target.rows * chunks:
+            here, part = at // chunks, at % chunks
+            base, total = Float32(NEG_INF), Float32(0.0)
+            acc = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+            for s in cutlass.range(0, target.sources, BATCH, unroll=1):
+                log2, values = load_pieces(p, target, s, here, part, g, lists, sizes)
+                base, total, acc = add_pieces(p, target, s, log2, values, base, total, acc)
+            store = "st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
+            cute.arch.inline_ptx(store, read_only_args=[stage + (here * p.head_dim_vo + part * 4) * 4, *acc])
+            if part == 0:
+                cute.arch.inline_ptx(
+                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[sums + here * 8, base, total]
+                )
+    cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
+    bases, totals = (), ()
+    load = "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
+    for i in cutlass.range_constexpr(2):
+        mine = cutlass.min(row + 8 * i, target.rows - 1)
+        base, total = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[sums + mine * 8])
+        bases, totals = (*bases, base), (*totals, total)
+        for n in cutlass.range_constexpr(p.head_dim_vo // 8):
+            at = stage + (mine * p.head_dim_vo + c_in + 8 * n) * 4
+            x, y = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[at])
+            O[i, 0, n], O[i, 1, n] = x, y
+    return bases, totals

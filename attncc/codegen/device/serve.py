@@ -23,7 +23,18 @@ from .forward import Block, issue_scores, issue_values, weights
 from .gather import place
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
 from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
-from .merge import BAR_FREE, BAR_STORED, BAR_TAKEN, arrive, hand_over, merge_pieces, receive, store_partial
+from .merge import (
+    BAR_FREE,
+    BAR_STORED,
+    BAR_TAKEN,
+    arrive,
+    few_rows,
+    hand_over,
+    merge_few,
+    merge_pieces,
+    receive,
+    store_partial,
+)
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
 from .ring import Ring, is_lead, open_ring, release, release_for, warp_uniform
 from .softmax import new_state, rescale, reset, settle
@@ -162,7 +173,11 @@ def conclude(
                     p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys, item.i0,
                     lists, sizes,
                 )  # fmt: skip
-                base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
+                if target.rows <= few_rows(p):
+                    stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
+                    base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
+                else:
+                    base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
                 first, rows = target.row0, target.rows
         if go:
             log2.fill(0.0)

@@ -25,9 +25,18 @@ ITEM, TARGET, MERGE_ROWS = 16, 8, 64
 REQUEST, HEAD, ROW0, ROWS, BEGIN, END, KEYS, OFFSET, TABLE, TARGET0, TARGETS, DELTA, Q_START, QO_LEN, KV_LEN = range(15)
 # columns of a target, beside REQUEST; its last three are a request's Q_START, QO_LEN, KV_LEN
 T_ROW0, T_ROWS, T_SOURCE0, T_SOURCES, T_Q_START = range(1, 6)
+# the columns of an item that a target of its tile takes over; of its sources nothing is said there
+OF_TILE = np.array([REQUEST, ROW0, ROWS, REQUEST, REQUEST, Q_START, QO_LEN, KV_LEN])
+NO_TARGETS, NO_SOURCES = np.empty((0, TARGET), np.int32), np.empty(0, np.int32)
+# the columns of an item that a target of its tile takes over; of its sources nothing is said there
+OF_TILE = np.array([REQUEST, ROW0, ROWS, REQUEST, REQUEST, Q_START, QO_LEN, KV_LEN])
+NO_TARGETS, NO_SOURCES = np.empty((0, TARGET), np.int32), np.empty(0, np.int32)
 
-# (first and last position of a tile's rows, qo_len, kv_len) -> positions [lo, hi) that any of the rows can see
-Visible = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+# (first and last position of a tile's rows, qo_len, kv_len) -> positions [lo, hi) that any of the rows can see, which
+# may lie outside of the keys; None: an end that isn't known
+Visible = Callable[
+    [np.ndarray, np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray | None, np.ndarray | None]
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,18 +128,17 @@ def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
     pieces = divide(shape, tiles)
     cut = _cut(tiles, pieces)
     coarser = 1
-    while cut.partial_rows > shape.partial_rows:
+    while cut is not None and cut.partial_rows > shape.partial_rows:
         if shape.batch_invariant:
             raise ValueError(f"partial_rows: expected at least {cut.partial_rows}, found {shape.partial_rows}")
         coarser *= 2
         pieces = divide(shape, tiles, coarser)
         cut = _cut(tiles, pieces)
-    records = base[pieces.tile]
+    records = base if cut is None else base[pieces.tile]
     records[:, BEGIN], records[:, END] = pieces.begin, pieces.end
-    targets, sources = np.empty((0, TARGET), np.int32), np.empty(0, np.int32)
-    if cut.partial_rows:
-        targets, sources = _merges(base, records, pieces, cut)
-    return assemble(shape, tiles, pieces, records, targets, sources, cut.partial_rows)
+    if cut is None:
+        return assemble(shape, tiles, pieces, records, NO_TARGETS, NO_SOURCES, 0)
+    return assemble(shape, tiles, pieces, records, *_merges(base, records, cut), cut.partial_rows)
 
 
 def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:
@@ -144,94 +152,109 @@ def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:
         )
 
 
-def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Row groups cut into tiles: (group, first packed row, packed rows) of every tile, and the tiles of each group."""
-    group, size = shape.group_size, shape.tile_q
-    first = indptr[:-1] * group
-    packed = indptr[1:] * group - first
-    count = (packed + (size - 1)) // size
-    if not np.count_nonzero(count > 1):
-        of = count.nonzero()[0]
-        return of, first[of], packed[of], count
-    of = np.arange(len(count)).repeat(count)
-    within = (np.arange(len(of)) - (count.cumsum() - count)[of]) * size
-    return of, first[of] + within, np.minimum(packed[of] - within, size), count
+def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Row groups cut into tiles: (group, first packed row, packed rows, tiles of its group) of every tile; the last is
+    None where it is 1 everywhere."""
+    first = indptr * shape.group_size
+    packed = first[1:] - first[:-1]
+    of = packed.nonzero()[0]
+    row0, rows = first[of], packed[of]
+    size = shape.tile_q
+    if rows.max(initial=0) <= size:
+        return of, row0, rows, None
+    count = (rows + (size - 1)) // size
+    group = np.arange(len(of)).repeat(count)
+    within = (np.arange(len(group)) - (count.cumsum() - count)[group]) * size
+    return of[group], row0[group] + within, np.minimum(rows[group] - within, size), count[group]
 
 
 def _tiles(shape: Shape, batch: Batch, visible: Visible | None) -> tuple[Tiles, np.ndarray]:
     """The tiles of a batch, and the part of their records that does not depend on cuts: int32 [tiles, 16]."""
-    of, row0, rows, count = cut_rows(batch.qo_indptr, shape)
+    of, row0, rows, siblings = cut_rows(batch.qo_indptr, shape)
     start, kv_len = batch.qo_indptr[of], batch.kv_len[of]
     qo_len = batch.qo_indptr[1:][of] - start
-    if visible is None:
-        begin, end = np.zeros(len(of), np.int64), kv_len
-    else:
-        shift = kv_len - qo_len - start
-        i0, i1 = row0 // shape.group_size + shift, (row0 + rows - 1) // shape.group_size + shift
-        begin, end = outward(visible(i0, i1, qo_len, kv_len), 0, kv_len, shape.tile_kv)
+    lo = hi = None
+    if visible is not None:
+        shift = kv_len - qo_len
+        if siblings is None:
+            i0, i1 = shift, kv_len - 1
+        else:
+            shift -= start
+            i0, i1 = row0 // shape.group_size + shift, (row0 + rows - 1) // shape.group_size + shift
+        lo, hi = visible(i0, i1, qo_len, kv_len)
+    begin, end = outward(lo, hi, kv_len, shape.tile_kv)
     base = np.zeros((len(of), ITEM), np.int32)
     for column, value in (
         (REQUEST, of), (ROW0, row0), (ROWS, rows), (KEYS, kv_len), (TABLE, batch.kv_start[of]),
         (Q_START, start), (QO_LEN, qo_len), (KV_LEN, kv_len),
     ):  # fmt: skip
         base[:, column] = value
-    return Tiles(rows, begin, end, count[of], kv_len, of), base
+    return Tiles(rows, begin, end, siblings, kv_len, of), base
 
 
-def outward(visible, offset, keys: np.ndarray, tile_kv: int) -> tuple[np.ndarray, np.ndarray]:
-    """Visible positions [lo, hi) as local keys [begin, end) in whole blocks; 0, 0 where there are none."""
-    lo = np.maximum(visible[0] - offset, 0)
-    hi = np.minimum(visible[1] - offset, keys)
+def outward(
+    lo: np.ndarray | None, hi: np.ndarray | None, keys: np.ndarray, tile_kv: int
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Visible keys [lo, hi) of so many (None: from the first, to the last) as [begin, end) in whole blocks; 0, 0 where
+    there are none.  `lo` and `hi` may lie anywhere."""
+    end = keys
+    if hi is not None and np.count_nonzero(hi < keys):
+        hi = np.minimum(hi, keys)
+        end = np.minimum((np.maximum(hi, 0) + (tile_kv - 1)) // tile_kv * tile_kv, keys)
+    else:
+        hi = keys
+    if lo is None:
+        return np.zeros(len(keys), np.int64), end
+    lo = np.maximum(lo, 0)
     some = lo < hi
-    begin = np.where(some, lo // tile_kv * tile_kv, 0)
-    return begin, np.where(some, np.minimum(-(-hi // tile_kv) * tile_kv, keys), 0)
+    return lo // tile_kv * tile_kv * some, end * some
 
 
 class _Cut(NamedTuple):
-    member: np.ndarray  # pieces of cut tiles
     tile: np.ndarray  # the cut tiles,
     first: np.ndarray  # the place in `member` of the first piece of each,
     pieces: np.ndarray  # and how many each has
+    member: np.ndarray  # their pieces
+    rows0: np.ndarray  # the partial row of the first row of each of these
     partial_rows: int
 
 
-def _cut(tiles: Tiles, pieces: Pieces) -> _Cut:
-    of = pieces.tile
-    if len(of) == len(tiles.rows):
-        return _Cut(of[:0], of[:0], of[:0], of[:0], 0)
-    goes_on = (of[1:] == of[:-1]).nonzero()[0] + 1  # pieces that are not the first of their tile
-    kind = np.zeros(len(of), np.int8)
-    kind[goes_on - 1] = 1
-    kind[goes_on] = 2
-    member = kind.nonzero()[0]
-    first = (kind[member] == 1).nonzero()[0]
-    count = np.empty_like(first)
-    count[:-1] = first[1:] - first[:-1]
-    count[-1] = len(member) - first[-1]
-    tile = of[member[first]]
-    return _Cut(member, tile, first, count, int((tiles.rows[tile] * count).sum()))
+def _cut(tiles: Tiles, pieces: Pieces) -> _Cut | None:
+    """The tiles that have more than one piece; None where there are none."""
+    if not len(pieces.onward):
+        return None
+    onward = np.zeros(len(pieces.tile) + 1, bool)
+    onward[pieces.onward] = True
+    member = (onward[1:] | onward[:-1]).nonzero()[0]
+    first = (~onward[member]).nonzero()[0]
+    ends = np.append(first[1:], len(member))
+    rows = tiles.rows[pieces.tile[member]]
+    total = rows.cumsum()
+    return _Cut(pieces.tile[member[first]], first, ends - first, member, total - rows, int(total[-1]))
 
 
-def _merges(base: np.ndarray, records: np.ndarray, pieces: Pieces, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
+def _merges(base: np.ndarray, records: np.ndarray, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
     """Targets and sources of the cut tiles; fills in TARGET0, TARGETS and DELTA of their pieces."""
-    rows = records[cut.member, ROWS].astype(np.int64)
-    delta = rows.cumsum() - rows - records[cut.member, ROW0]
-    parts = (base[cut.tile, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
+    delta = cut.rows0 - records[cut.member, ROW0]
+    records[cut.member, DELTA] = delta
+    tile = base[cut.tile]
+    mine = np.arange(len(tile)).repeat(cut.pieces)
+    if int(tile[:, ROWS].max()) <= MERGE_ROWS:
+        records[cut.member, TARGET0] = mine
+        records[cut.member, TARGETS] = 1
+        targets = tile.take(OF_TILE, axis=1)
+        targets[:, T_SOURCE0], targets[:, T_SOURCES] = cut.first, cut.pieces
+        return targets, delta.astype(np.int32)
+    parts = (tile[:, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
     target0 = parts.cumsum() - parts
-    mine = np.arange(len(parts)).repeat(cut.pieces)
     records[cut.member, TARGET0] = target0[mine]
     records[cut.member, TARGETS] = parts[mine]
-    records[cut.member, DELTA] = delta
     of = np.arange(len(parts)).repeat(parts)
     within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
-    tile = base[cut.tile[of]]
-    targets = np.empty((len(of), TARGET), np.int32)
-    targets[:, REQUEST] = tile[:, REQUEST]
-    targets[:, T_ROW0] = tile[:, ROW0] + within
-    targets[:, T_ROWS] = np.minimum(tile[:, ROWS] - within, MERGE_ROWS)
-    targets[:, T_SOURCE0] = cut.first[of]
-    targets[:, T_SOURCES] = cut.pieces[of]
-    targets[:, T_Q_START:] = tile[:, Q_START : KV_LEN + 1]
+    targets = tile[of].take(OF_TILE, axis=1)
+    targets[:, T_ROW0] += within
+    targets[:, T_ROWS] = np.minimum(targets[:, T_ROWS] - within, MERGE_ROWS)
+    targets[:, T_SOURCE0], targets[:, T_SOURCES] = cut.first[of], cut.pieces[of]
     return targets, delta.astype(np.int32)
 
 

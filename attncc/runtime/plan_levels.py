@@ -37,7 +37,7 @@ class _Level(NamedTuple):
     rows: np.ndarray
     begin: np.ndarray
     end: np.ndarray
-    siblings: np.ndarray
+    siblings: np.ndarray | None
     group: np.ndarray
     base: np.ndarray  # int32 [tiles, 16]
 
@@ -109,14 +109,15 @@ def _rows(levels: Sequence[p.Batch]) -> _Rows:
 
 
 def _level(shape: p.Shape, level: p.Batch, n: int, rows: _Rows, visible: p.Visible | None) -> _Level:
-    of, row0, count, tiles = p.cut_rows(level.qo_indptr, shape)
+    of, row0, count, siblings = p.cut_rows(level.qo_indptr, shape)
     first, last = row0 // shape.group_size, (row0 + count - 1) // shape.group_size
     request = rows.request[first]
     alone = request == rows.request[last]
     keys, offset = level.kv_len[of], rows.offset[n][request]
     begin, end = np.zeros(len(of), np.int64), keys
     if visible is not None and len(of):
-        begin, end = p.outward(_seen(first, last, rows, visible, offset, keys), offset, keys, shape.tile_kv)
+        lo, hi = _seen(first, last, rows, visible, offset, keys)
+        begin, end = p.outward(lo - offset, hi - offset, keys, shape.tile_kv)
     base = np.zeros((len(of), p.ITEM), np.int32)
     for column, value in (
         (p.REQUEST, np.where(alone, request, -1)), (p.ROW0, row0), (p.ROWS, count), (p.KEYS, keys),
@@ -124,7 +125,7 @@ def _level(shape: p.Shape, level: p.Batch, n: int, rows: _Rows, visible: p.Visib
     ):  # fmt: skip
         base[:, column] = value
     base[:, p.Q_START : p.KV_LEN + 1] = np.where(alone[:, None], rows.table[request, :3], 0)
-    return _Level(row0, count, begin, end, tiles[of], of, base)
+    return _Level(row0, count, begin, end, siblings, of, base)
 
 
 def _seen(first, last, rows: _Rows, visible: p.Visible, offset, keys) -> tuple[np.ndarray, np.ndarray]:
@@ -138,7 +139,8 @@ def _seen(first, last, rows: _Rows, visible: p.Visible, offset, keys) -> tuple[n
     shift = kv_len - qo_len - start
     r0, r1 = np.maximum(first[tile], start), np.minimum(last[tile], start + qo_len - 1)
     lo, hi = visible(r0 + shift, r1 + shift, qo_len, kv_len)
-    lo, hi = np.maximum(lo, offset[tile]), np.minimum(hi, (offset + keys)[tile])
+    lo = offset[tile] if lo is None else np.maximum(lo, offset[tile])
+    hi = (offset + keys)[tile] if hi is None else np.minimum(hi, (offset + keys)[tile])
     some = (r0 <= r1) & (lo < hi)
     far = np.iinfo(np.int64).max
     return np.minimum.reduceat(np.where(some, lo, far), head), np.maximum.reduceat(np.where(some, hi, -1), head)
@@ -168,7 +170,10 @@ def _kept(found: Sequence[_Level], ranges: _Ranges) -> tuple[np.ndarray, Tiles, 
     place = np.where(keep, keep.cumsum() - 1, -1)
     groups = np.cumsum([0] + [int(level.group[-1]) + 1 if len(level.group) else 0 for level in found])
     group = np.concatenate([level.group + n for level, n in zip(found, groups, strict=False)])
-    rows, siblings = (np.concatenate([getattr(level, name) for level in found]) for name in ("rows", "siblings"))
+    rows = np.concatenate([level.rows for level in found])
+    siblings = np.concatenate(
+        [np.ones_like(level.rows) if level.siblings is None else level.siblings for level in found]
+    )
     base = np.concatenate([level.base for level in found])[keep]
     keys = base[:, p.KEYS].astype(np.int64)
     return place, Tiles(rows[keep], begin[keep], end[keep], siblings[keep], keys, group[keep]), base

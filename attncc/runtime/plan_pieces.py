@@ -24,6 +24,8 @@ STRETCH = 3  # least cost of a stretch
 EVEN = 0.96  # share of CTAs that the last round of stretches should occupy
 ROUNDS = 8
 L2_BYTES = 16 << 20  # K and V that CTAs working at the same time may share: a third of the cache
+BLOCK = (1 << 32) - 1  # of a cut, tile << 32 | block
+BLOCK = (1 << 32) - 1  # of a cut, tile << 32 | block
 MOST_PIECES, LEAST_KEYS = 16, 2048  # batch_invariant: pieces of a request, at most; keys of a piece, at least
 
 
@@ -33,7 +35,7 @@ class Tiles(NamedTuple):
     rows: np.ndarray  # packed rows
     begin: np.ndarray  # keys [begin, end) that it reads: begin in whole blocks
     end: np.ndarray
-    siblings: np.ndarray  # tiles of its request
+    siblings: np.ndarray | None  # tiles of its request; None: one, everywhere
     keys: np.ndarray  # of its request, visible or not
     request: np.ndarray
 
@@ -46,12 +48,18 @@ class Pieces(NamedTuple):
     end: np.ndarray
     start: np.ndarray  # when it is due, as a share of the whole run; of whole tiles' pieces undefined
     whole: np.ndarray | None  # bool; None: no piece is
+    onward: np.ndarray  # the pieces, by number, that go on with the tile of the piece before
 
 
 def cost(begin: np.ndarray, end: np.ndarray, tile_kv: int) -> np.ndarray:
     """Cost of pieces, in blocks: a block takes what its K and V take to arrive, or its products on 128 rows to be
-    made, and on a H200 these take about the same; fewer rows make it no cheaper."""
-    return (end - begin + (tile_kv - 1 + STARTUP * tile_kv)) // tile_kv
+    made, and on a H200 these take about the same; fewer rows make it no cheaper.  Pieces without keys cost nothing, so
+    that they move no cut of the others."""
+    size = end - begin
+    costs = (size + (tile_kv - 1 + STARTUP * tile_kv)) // tile_kv
+    if np.count_nonzero(size) < len(size):
+        costs[size == 0] = 0
+    return costs
 
 
 @lru_cache
@@ -79,90 +87,103 @@ def divide(shape: Shape, tiles: Tiles, coarser: int = 1) -> Pieces:
     if shape.batch_invariant:
         return _divide_alone(shape, tiles)
     costs = cost(tiles.begin, tiles.end, shape.tile_kv)
-    work = int(costs.sum())
-    share = work * shape.num_kv_heads / shape.sm_count
-    whole = tiles.siblings > 1
-    if np.count_nonzero(whole):
-        whole &= costs * WHOLE <= share
-    units = even_units(shape.sm_count, shape.num_kv_heads)
-    if not np.count_nonzero(whole):
-        return _stretches(shape, tiles, costs, None, max(1, min(units, work // STRETCH) // coarser))
-    loose = np.flatnonzero(~whole)
-    work = int(costs[loose].sum())
-    units = min(units, work // STRETCH, int(np.ceil(WHOLE * work / share))) // coarser  # finer than this evens nothing
-    return _stretches(shape, tiles, costs, loose, max(1, units))
+    last = costs.cumsum()
+    work = int(last[-1]) if len(last) else 0
+    units = min(even_units(shape.sm_count, shape.num_kv_heads), work // STRETCH)
+    if tiles.siblings is not None:
+        share = work * shape.num_kv_heads / shape.sm_count
+        whole = (tiles.siblings > 1) & (costs * WHOLE <= share) & (costs > 0)
+        if np.count_nonzero(whole):
+            loose = np.flatnonzero(~whole)
+            last = costs[loose].cumsum()
+            work = int(last[-1]) if len(last) else 0
+            # finer than this evens nothing
+            units = min(units, work // STRETCH, int(np.ceil(WHOLE * work / share)))
+            return _stretches(shape, tiles, costs, last, units // coarser, loose)
+    return _stretches(shape, tiles, costs, last, units // coarser)
 
 
-def _stretches(shape: Shape, tiles: Tiles, costs: np.ndarray, loose: np.ndarray | None, units: int) -> Pieces:
-    """The `loose` tiles (None: all) cut into `units` stretches of equal cost, the others whole."""
+def _stretches(
+    shape: Shape, tiles: Tiles, costs: np.ndarray, last: np.ndarray, units: int, loose: np.ndarray | None = None
+) -> Pieces:  # fmt: skip
+    """The `loose` tiles (None: all) cut into `units` stretches of equal cost, the others whole.  `last`: the sums of
+    the costs of loose tiles."""
     line = costs if loose is None else costs[loose]
-    last = line.cumsum()
-    cuts = _cuts(line, last, units)
-    length = last[-1] / units if len(last) else 1.0
     before = last - line + STARTUP  # where on the line a tile's first block lies
-    whole = None
+    length = int(last[-1]) / max(1, units) if len(last) else 0.0
+    cuts = _cuts(line, last, before, units, length)
     if loose is not None:
         spread = np.zeros(len(costs), np.int64)
         spread[loose] = before
         before = spread
         reach = np.append(loose, len(costs))  # a cut may be the end of the line
-        cuts = (reach[cuts >> 32] << 32) + (cuts & 0xFFFFFFFF)
+        cuts = (reach[cuts >> 32] << 32) + (cuts & BLOCK)
     tile = np.arange(len(costs))
     key = tile << 32  # pieces, as tile << 32 | first block
-    inside = cuts[(cuts & 0xFFFFFFFF).nonzero()[0]]
-    begin, end, at = tiles.begin, tiles.end, before
+    inside = cuts[(cuts & BLOCK).nonzero()[0]]
+    begin, end, at, onward = tiles.begin, tiles.end, before, inside
     if len(inside):
         key = np.concatenate((key, inside))
         key.sort()
-        tile, block = key >> 32, key & 0xFFFFFFFF
-        begin, end, at = tiles.begin[tile] + block * shape.tile_kv, tiles.end[tile], before[tile] + block
-        cut = block.nonzero()[0]
-        end[cut - 1] = begin[cut]
-    unit = cuts.searchsorted(key, side="right")
+        tile, block = key >> 32, key & BLOCK
+        onward = block.nonzero()[0]
+        begin, end, at = begin[tile] + block * shape.tile_kv, end[tile], at[tile] + block
+        end[onward - 1] = begin[onward]
+    whole = None
     if loose is None:
-        start = at - at[unit.searchsorted(unit)]
+        start = _since(at, key, cuts)
     else:
         whole = np.ones(len(costs), bool)
         whole[loose] = False
         whole = whole[tile]
         mine = np.flatnonzero(~whole)
-        start, at, unit = np.zeros(len(key), np.int64), at[mine], unit[mine]
-        start[mine] = at - at[unit.searchsorted(unit)]
-    return Pieces(tile, begin, end, start / length, whole)
+        start = np.zeros(len(key), np.int64)
+        start[mine] = _since(at[mine], key[mine], cuts)
+    return Pieces(tile, begin, end, start / max(1.0, length), whole, onward)
 
 
-def _cuts(costs: np.ndarray, last: np.ndarray, units: int) -> np.ndarray:
-    """Cuts that leave stretches of equal cost, as tile << 32 | block of the tile, ascending and distinct."""
+def _since(at: np.ndarray, key: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """How far pieces that lie at `at`, ascending, are from the beginning of their stretch."""
+    if not len(at):
+        return at
+    begun = np.zeros(len(at) + 1, np.int64)
+    begun[0] = at[0]
+    first = key.searchsorted(cuts)  # the first piece of a stretch; the last one may have none
+    begun[first] = at.take(first, mode="clip")
+    return at - np.maximum.accumulate(begun)[:-1]
+
+
+def _cuts(costs: np.ndarray, last: np.ndarray, before: np.ndarray, units: int, length: float) -> np.ndarray:
+    """Cuts that leave `units` stretches of equal cost, as tile << 32 | block of the tile, ascending; those at the
+    beginning of a tile may stand there more than once."""
     if units <= 1:
         return np.empty(0, np.int64)
-    want = np.arange(1, units) * (last[-1] / units)
+    want = np.arange(1, units) * length
     tile = last.searchsorted(want, side="right")
-    blocks = costs[tile] - STARTUP
-    at = (want - last[tile] + blocks + 0.5).astype(np.int64)
-    over = at > blocks - EDGE
-    at[over | (at < EDGE)] = 0
-    cuts = ((tile + over) << 32) + at
-    same = cuts[1:] == cuts[:-1]
-    return np.unique(cuts) if np.count_nonzero(same) else cuts
+    at = (want - before[tile] + 0.5).astype(np.int64)
+    over = at > costs[tile] - (STARTUP + EDGE)
+    at *= (at >= EDGE) > over
+    return ((tile + over) << 32) + at
 
 
 def _divide_alone(shape: Shape, tiles: Tiles) -> Pieces:
     """Every tile cut by its own length and its request's number of tiles: a request is cut alike in any batch."""
     size = tiles.end - tiles.begin
-    chunk = -(-size // np.maximum(1, MOST_PIECES // np.maximum(1, tiles.siblings)))
+    siblings = np.ones_like(size) if tiles.siblings is None else tiles.siblings
+    chunk = -(-size // np.maximum(1, MOST_PIECES // siblings))
     chunk = np.maximum(-(-chunk // shape.tile_kv) * shape.tile_kv, LEAST_KEYS // shape.tile_kv * shape.tile_kv)
     count = np.maximum(1, -(-size // chunk))
     tile = np.arange(len(size)).repeat(count)
     within = np.arange(len(tile)) - (count.cumsum() - count)[tile]
     begin = tiles.begin[tile] + within * chunk[tile]
     end = np.minimum(begin + chunk[tile], tiles.end[tile])
-    whole = tiles.siblings[tile] > 1
+    whole = siblings[tile] > 1
     costs = np.where(whole, 0, cost(begin, end, shape.tile_kv))
     order = np.argsort(-costs, kind="stable")  # longest first
     done = costs[order].cumsum()
     start = np.empty(len(tile))
     start[order] = (done - costs[order]) / max(1, done[-1] if len(done) else 1)
-    return Pieces(tile, begin, end, start, whole if whole.any() else None)
+    return Pieces(tile, begin, end, start, whole if whole.any() else None, within.nonzero()[0])
 
 
 def tickets(shape: Shape, tiles: Tiles, pieces: Pieces) -> tuple[np.ndarray, np.ndarray | None, int]:
@@ -187,7 +208,7 @@ def tickets(shape: Shape, tiles: Tiles, pieces: Pieces) -> tuple[np.ndarray, np.
     if len(whole) < len(pieces.tile):
         done = np.tile(costs, sections)[order].cumsum()
         loose = np.flatnonzero(~pieces.whole)
-        start = np.concatenate((done / done[-1], pieces.start[loose].repeat(sections)))
+        start = np.concatenate((done / max(1, done[-1]), pieces.start[loose].repeat(sections)))
         order = np.argsort(start, kind="stable")
         piece = np.concatenate((piece, loose.repeat(sections)))[order]
         section = np.concatenate((section, np.tile(np.arange(sections), len(loose))))[order]

@@ -73,9 +73,10 @@ def find_shared(
 def _seen(batch: Batch, visible: Visible | None) -> tuple[np.ndarray, np.ndarray]:
     """Positions [lo, hi) that any row of a request can see."""
     qo_len = np.diff(batch.qo_indptr)
-    if visible is None:
-        return np.zeros_like(batch.kv_len), batch.kv_len
-    lo, hi = visible(batch.kv_len - qo_len, batch.kv_len - 1, qo_len, batch.kv_len)
+    lo = hi = None
+    if visible is not None:
+        lo, hi = visible(batch.kv_len - qo_len, batch.kv_len - 1, qo_len, batch.kv_len)
+    lo, hi = (0 if lo is None else lo), (batch.kv_len if hi is None else hi)
     return np.broadcast_to(lo, qo_len.shape), np.broadcast_to(hi, qo_len.shape)
 
 

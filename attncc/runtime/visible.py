@@ -21,7 +21,7 @@ OPS: dict[str, tuple[int, Callable[..., np.ndarray]]] = {
     "and": (2, np.logical_and), "or": (2, np.logical_or), "select": (3, np.where),
 }  # fmt: skip
 
-Range = tuple[np.ndarray, np.ndarray]
+Range = tuple[np.ndarray | None, np.ndarray | None]
 Bounds = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Range]
 
 
@@ -38,25 +38,21 @@ class Visible:
         ]
 
     def bind(self, scalars: Mapping[str, Any]) -> Bounds | None:
-        """(i0, i1, qo_len, kv_len) -> [lo, hi), int64 within [0, kv_len], for these values of the variant's scalars
-        (and of leaves that are the same for all tiles, such as group_size).  None where both ends are unknown."""
+        """(i0, i1, qo_len, kv_len) -> [lo, hi), int32, for these values of the variant's scalars (and of leaves that
+        are the same for all tiles, such as group_size).  Ends may lie outside of [0, kv_len], and `lo` above `hi`; an
+        end is None where it is unknown, or the first key whatever the tile.  None where both ends are."""
         given = {name: known for name, x in scalars.items() if (known := _known(x)) is not None}
         lo, hi = (next(filter(None, (self._code.needed(e, given) for e in ends)), None) for ends in self._ends)
+        if lo is not None and self._code.is_first_key(lo[-1]):
+            lo = None
         if lo is None and hi is None:
             return None
         run = self._code.run
 
         def bounds(i0: np.ndarray, i1: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray) -> Range:
-            arrays = (x.astype(np.int32) for x in (i0, i1, qo_len, kv_len))
-            values: dict[Any, np.ndarray] = {**given, **dict(zip(LEAVES, arrays, strict=True))}
+            values: dict[Any, np.ndarray] = {**given, "i0": i0, "i1": i1, "qo_len": qo_len, "kv_len": kv_len}
             with np.errstate(all="ignore"):
-                first = None if lo is None else run(lo, values)
-                last = None if hi is None else run(hi, values)
-            zero = np.zeros_like(kv_len)
-            return (
-                zero if first is None else np.minimum(np.maximum(first, zero), kv_len),
-                kv_len if last is None else np.minimum(np.maximum(last, zero), kv_len),
-            )
+                return None if lo is None else run(lo, values), None if hi is None else run(hi, values)
 
         return bounds
 
@@ -108,13 +104,18 @@ class _Code:
                 return None
         return sorted(needed)
 
+    def is_first_key(self, end: int) -> bool:
+        """Is that step a number that no position lies below?"""
+        op, rest = self._steps[end]
+        return op == "const" and rest[1] <= 0
+
     def run(self, steps: list[int], values: dict[Any, np.ndarray]) -> np.ndarray:
         """The value of the last of `steps`.  Values of steps stay in `values`, by number, for the other end."""
         for n in steps:
             if n not in values:
                 op, rest = self._steps[n]
                 if op == "name":
-                    values[n] = values[rest]
+                    values[n] = values[rest].astype(np.int32) if rest in LEAVES else values[rest]
                 elif op == "const":
                     values[n] = np.array([rest[1]], np.int32 if rest[0] is int else bool)
                 else:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_checks import causal, check, deal, make_batch, make_shape, makespan, record_costs, window
+from plan_checks import causal, check, check_states, deal, make_batch, make_shape, makespan, record_costs, window
 
 from attncc.runtime.plan import BEGIN, END, ROW0, ROWS, TARGETS, ample_partial_rows, capacity, plan
 from attncc.runtime.plan_pieces import EDGE, STRETCH, even_units
@@ -90,6 +90,33 @@ def test_requests_without_rows_or_keys(invariant):
     for nothing in (make_batch([0, 0], [64, 0]), make_batch([], [])):
         p = plan(shape, nothing, causal)
         assert p.header.tolist() == [0, shape.num_kv_heads, 0, 0] and p.items.shape == (0, 16)
+
+
+@few
+@given(
+    shapes, st.lists(request.filter(all), min_size=1, max_size=12), st.sampled_from(sorted(VISIBLE)),
+    st.lists(st.tuples(st.integers(0, 12), st.sampled_from([(0, 0), (1, 0), (0, 900), (300, 0)])), max_size=5),
+)  # fmt: skip
+def test_requests_without_rows_or_keys_move_no_cut(shape, requests, visible, empty):
+    """Pieces, and the order in which they are merged, are those of the batch without them: so are the bits."""
+    with_empty = [*requests]
+    for at, which in empty:
+        with_empty.insert(at, which)
+    kept = [b for b, (rows, keys) in enumerate(with_empty) if rows and keys]
+
+    def pieces(requests, kept):
+        batch = make_batch(*zip(*requests, strict=True))
+        p = plan(shape, batch, VISIBLE[visible])
+        check(shape, batch, p, VISIBLE[visible])
+        first = batch.qo_indptr * shape.group_size
+        found = []
+        for _, records in sorted(check_states(shape, p).items()):
+            b = p.items[records[0], 0]
+            row = [[*p.items[r, [ROW0, ROWS, BEGIN, END]] - [first[b], 0, 0, 0]] for r in records]
+            found += [(kept.index(b), row)] if b in kept else []
+        return found
+
+    assert pieces(with_empty, kept) == pieces(requests, list(range(len(requests))))
 
 
 def test_a_row_that_sees_nothing_still_owes_its_result():

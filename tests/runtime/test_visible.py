@@ -37,6 +37,12 @@ def tiles(qo_len: int, kv_len: int, rows: int) -> tuple[np.ndarray, ...]:
     return i0, i1, np.full_like(i0, qo_len), np.full_like(i0, kv_len)
 
 
+def clipped(found, kv_len: np.ndarray) -> list[np.ndarray]:
+    """Ends within the keys, those that aren't known at theirs."""
+    unknown = (np.zeros_like(kv_len), kv_len)
+    return [np.clip(u if x is None else x, 0, kv_len) for x, u in zip(found, unknown, strict=True)]
+
+
 TILES = [tiles(*x) for x in ((1, 1, 1), (1, 777, 1), (300, 300, 128), (64, 5000, 16), (200, 50, 32))]
 
 
@@ -57,8 +63,7 @@ def test_examples_against_the_evaluator(path):
             for i0, i1, qo_len, kv_len in TILES:
                 at = {"i0": i0, "i1": i1, "qo_len": qo_len, "kv_len": kv_len}
                 expected = [np.clip(evaluate(e, at, scalars), 0, kv_len) for e in (r.lo, r.hi)]
-                found = [np.broadcast_to(x, i0.shape) for x in bounds(i0, i1, qo_len, kv_len)]
-                np.testing.assert_array_equal(found, expected)
+                np.testing.assert_array_equal(clipped(bounds(i0, i1, qo_len, kv_len), kv_len), expected)
 
 
 WINDOW = {
@@ -70,7 +75,7 @@ WINDOW = {
 def ends(spec, scalars=None):
     i0, i1, qo_len, kv_len = tiles(256, 1000, 128)
     bounds = Visible(spec).bind(scalars or {})
-    return None if bounds is None else [x.tolist() for x in bounds(i0, i1, qo_len, kv_len)]
+    return None if bounds is None else [x.tolist() for x in clipped(bounds(i0, i1, qo_len, kv_len), kv_len)]
 
 
 def test_a_window():
@@ -92,6 +97,13 @@ def test_a_scalar_not_given_leaves_that_end_unknown(scalars):
 def test_what_is_not_understood_is_unknown(end):
     assert ends({"lo": end, "hi": WINDOW["hi"]}) == [[0, 0], [872, 1000]]
     assert ends({"lo": end, "hi": end}) is None
+
+
+def test_from_the_first_key_on_is_not_worth_a_word():
+    bounds = Visible({"lo": ["const", 0], "hi": WINDOW["hi"]}).bind({})
+    assert bounds is not None and bounds(*tiles(256, 1000, 128))[0] is None
+    assert Visible({"lo": ["const", -5], "hi": None}).bind({}) is None
+    assert ends({"lo": ["const", 5], "hi": None}) == [[5, 5], [1000, 1000]]
 
 
 def test_leaves_that_all_tiles_share():

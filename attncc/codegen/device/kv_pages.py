@@ -50,18 +50,25 @@ def look_up_box(p, item, n, lists, sizes):
     lane = cute.arch.lane_idx()
     local = n * p.tile_kv + lane * p.chunk
     page, row = locate(local, (lane < p.tile_kv // p.chunk) & (local < item.keys), item.table, lists, sizes)
+    if p.layout == "blocks":  # which all follow one another
+        return ((page * sizes.page_size + row) // p.chunk,)
     return page, row // p.chunk
 
 
-def look_up_rows(p, item, n, k: Cache, v: Cache, who, lists, sizes):
-    """Where this lane's rows of block n lie: units of K, units of V."""
-    in_k, in_v = (), ()
+def look_up_rows(p, item, n, who, lists, sizes):
+    """Where this lane's rows of block n lie: pages, and rows in them.  Nothing is computed from the pages yet: a warp
+    waits where it first uses what it loads."""
+    found = ()
     for at in range(shares(p.tile_kv, TEAM)):
         local = n * p.tile_kv + own_row(at, who, TEAM)
-        page, row = locate(local, local < item.keys, item.table, lists, sizes)
-        in_k = (*in_k, page * k.page + row * k.row + item.g * k.head)
-        in_v = (*in_v, page * v.page + row * v.row + item.g * v.head)
-    return in_k, in_v
+        found = (*found, *locate(local, local < item.keys, item.table, lists, sizes))
+    return found
+
+
+def units_of(cache: Cache, places, g):
+    """Those rows of K or V in units of 16 bytes."""
+    pairs = zip(places[::2], places[1::2], strict=True)
+    return tuple(page * cache.page + row * cache.row + g * cache.head for page, row in pairs)
 
 
 class Boxes:
@@ -71,8 +78,9 @@ class Boxes:
         tile = p.tile_qk if what == "k" else p.tile_vo
         shape = (p.chunk, tile) if what == "k" else (tile, p.chunk)
         every = coords(tile, what == "v")
-        if p.layout == "ragged":
-            here = cute.domain_offset((item.table, 0) if what == "k" else (0, item.table), every[None, None, item.g, 0])
+        if p.layout in ("ragged", "blocks"):
+            first = item.table if p.layout == "ragged" else 0
+            here = cute.domain_offset((first, 0) if what == "k" else (0, first), every[None, None, item.g, 0])
             gB = cute.local_tile(here, shape, (None, 0) if what == "k" else (0, None))
         else:
             at = (None, 0, None) if what == "k" else (0, None, None)
@@ -96,10 +104,10 @@ def issue_boxes(p: cutlass.Constexpr, boxes: cutlass.Constexpr, atom, ring: cutl
         )  # fmt: skip
     else:
         for c in cutlass.range_constexpr(p.tile_kv // p.chunk):
-            page, row = cute.arch.shuffle_sync(places[0], c), cute.arch.shuffle_sync(places[1], c)
+            at = [cute.arch.shuffle_sync(x, c) for x in places]
             if c < count:
                 cute.copy(
-                    atom, boxes.src[None, row, page], boxes.dst[None, box_place(boxes.what, c, slot)],
+                    atom, boxes.src[(None, *at[::-1])], boxes.dst[None, box_place(boxes.what, c, slot)],
                     tma_bar_ptr=ring.full + slot,
                 )  # fmt: skip
 
@@ -130,12 +138,13 @@ def fill_boxes(
 @cute.jit
 def fill_rows(
     p: cutlass.Constexpr, what: cutlass.Constexpr, base: Int32, source, ring: cutlass.Constexpr, slot: Int32,
-    phase: Int32, units, left: Int32, tags, tag: Int32, who: Int32,
+    phase: Int32, places, g: Int32, left: Int32, tags, tag: Int32, who: Int32,
 ):  # fmt: skip
     """Wait for the slot, then copy this warp's share of a block of which `left` keys exist."""
     cute.arch.mbarrier_wait(ring.empty + slot, phase)
     tile, width = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
-    copy_rows(p.tile_kv, tile, width, base + slot * (p.tile_kv * tile * 2), source.base, units, left, who, TEAM)
+    target, units = base + slot * (p.tile_kv * tile * 2), units_of(source, places, g)
+    copy_rows(p.tile_kv, tile, width, target, source.base, units, left, who, TEAM)
     announce(ring.full + slot)
     if cute.arch.lane_idx() == 0:
         if const_expr(what == "k"):
@@ -213,32 +222,31 @@ def stream_rows(
         n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
         release(item_ring, it, lead)
         it, it_phase = advance(item_ring.stages, it, it_phase)
-        in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
+        places = look_up_rows(p, item, n, who, lists, sizes)
         if count > 0:
-            fill_rows(
-                p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
-            )  # fmt: skip
+            left, tag = item.keys - n * p.tile_kv, 2 * n + masked
+            fill_rows(p, "k", k_base, k, k_ring, ks, kph, places, item.g, left, tags, tag, who)
             ks, kph = advance(k_ring.stages, ks, kph)
-        now, now_v = n, in_v
+        last, last_places = n, places
         n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
-        in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
+        places = look_up_rows(p, item, n, who, lists, sizes)
         if live:
             gather_queries(p, q, sQ, q_ring, qs, qph, item, sizes, who, TEAM)
             qs, qph = advance(p.q_stages, qs, qph)
         for j in cutlass.range(count, unroll=1):
             if j + 1 < count:
-                fill_rows(
-                    p, "k", k_base, k, k_ring, ks, kph, in_k, item.keys - n * p.tile_kv, tags, 2 * n + masked, who
-                )  # fmt: skip
+                left, tag = item.keys - n * p.tile_kv, 2 * n + masked
+                fill_rows(p, "k", k_base, k, k_ring, ks, kph, places, item.g, left, tags, tag, who)
                 ks, kph = advance(k_ring.stages, ks, kph)
             else:
                 if who == 0:
                     want(wanted, lead)
-            left, here = item.keys - now * p.tile_kv, now_v
-            now, now_v = n, in_v
+            now, now_places = last, last_places
+            last, last_places = n, places
             n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
-            in_k, in_v = look_up_rows(p, item, n, k, v, who, lists, sizes)
-            fill_rows(p, "v", v_base, v, v_ring, vs, vph, here, left, tags, Int32(0), who)
+            places = look_up_rows(p, item, n, who, lists, sizes)
+            left = item.keys - now * p.tile_kv
+            fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)

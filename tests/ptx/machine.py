@@ -147,6 +147,7 @@ class Group:
         self.warps = [Warp(self, k) for k in range(count)]
         self.whole = Lanes(self, self.warps, slice(0, 32 * count))
         self.together = cta.machine.lockstep
+        self.order: np.ndarray | None = None  # of warps, where they run apart
 
     def constant(self, cls: str, spec) -> np.ndarray:
         if (cls, spec) not in self.constants:
@@ -172,7 +173,9 @@ class Group:
 
     def run(self, budget: int) -> bool:
         """Run blocks until nothing can or the budget is spent; True if anything ran."""
-        ran, lockstep = False, self.cta.machine.lockstep
+        ran, lockstep, random = False, self.cta.machine.lockstep, self.cta.machine.random
+        # half of the time in one order throughout: who comes first gets far ahead
+        self.order = random.permutation(len(self.warps)) if not lockstep and random.integers(2) else None
         while budget > 0 and not self.done:
             used = self.run_together(budget if lockstep else 1) if self.together else self.run_apart()
             if not used:
@@ -215,8 +218,10 @@ class Group:
         warps = [w for w in self.warps if not w.done]
         if machine.lockstep:
             warps.sort(key=lambda w: w.pc)
-        else:
+        elif self.order is None:
             machine.random.shuffle(warps)  # pyright: ignore[reportArgumentType]
+        else:
+            warps = [self.warps[k] for k in self.order if not self.warps[k].done]
         for w in warps:
             if w.step():
                 if self.meet() and not self.done and (machine.lockstep or self.at_product()):

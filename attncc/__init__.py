@@ -19,20 +19,19 @@ __all__ = [
 _HOMES = {
     "AttnError": "attncc.diagnostics",
     "BatchAttention": "attncc.runtime.batch",
-    "append_kv": "attncc.runtime.append",
+    "append_kv": "attncc.utilities",
     "compile": "attncc.compiler",
     "load": "attncc.compiler",
-    "merge_state_list": "attncc.runtime.states",
-    "merge_states": "attncc.runtime.states",
+    "merge_state_list": "attncc.utilities",
+    "merge_states": "attncc.utilities",
     "reference": "attncc.compiler",
 }
 
 if TYPE_CHECKING:
     from attncc.compiler import compile, load, reference
     from attncc.diagnostics import AttnError
-    from attncc.runtime.append import append_kv
     from attncc.runtime.batch import BatchAttention
-    from attncc.runtime.states import merge_state_list, merge_states
+    from attncc.utilities import append_kv, merge_state_list, merge_states
 
 
 def __getattr__(name: str) -> Any:

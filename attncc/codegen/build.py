@@ -52,6 +52,10 @@ class BuildError(RuntimeError):
     """The kernel came out, but not as it must be: it spills, or its layout, target or instructions are wrong."""
 
 
+class CompilerMissing(BuildError, ImportError):
+    """Another version of nvidia-cutlass-dsl is installed."""
+
+
 class SpillError(BuildError):
     """The kernel needs more registers than there are."""
 
@@ -75,8 +79,7 @@ def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
 
 
 def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
-    if cutlass.__version__ != DSL_VERSION:
-        raise BuildError(f"nvidia-cutlass-dsl {DSL_VERSION} is needed, {cutlass.__version__} is installed")
+    require_dsl()
     began = time.perf_counter()
     fn = import_functors(emitted.text, Path(work_dir))
     compiled = (compile_serve if config.served else compile_forward)(fn, emitted, config, Path(work_dir))
@@ -87,13 +90,8 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
     sass = count_instructions(cubin, entry)
     spilled = facts.frame_bytes + 4 * (sass["LDL"] + sass["STL"])
     check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass)
-    params = [{"name": n, "kind": k, "offset": o, "size": s}
-              for (n, k), (o, s) in zip(names, facts.params, strict=True)]  # fmt: skip
     kernel = {
-        "cubin": f"{config.name}.cubin", "sha256": hashlib.sha256(cubin).hexdigest(), "entry": entry,
-        "params": params,
-        "block": [config.threads, 1, 1], "smem": dynamic_smem(str(compiled.ir_module)),
-        "registers": facts.registers, "spill_bytes": spilled, "r2ur": sass["R2UR"],
+        **described(config.name, compiled, facts, names), "spill_bytes": spilled, "r2ur": sass["R2UR"],
         "tile_q": config.tile_q, "tile_kv": config.tile_kv,
         "stages": [config.q_stages, config.k_stages, config.v_stages],
         "causal_like": config.dynamic, "config": config.to_json(), "tma": boxes(config),
@@ -103,6 +101,39 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk}
     files = {f"{config.name}.cubin": cubin, f"{config.name}.ptx": ptx.encode(), "functors.py": emitted.text.encode()}
     return {"files": files, "kernel": kernel}
+
+
+def build_small(kernel, host, name: str, params, threads: int, work_dir: Path, *constants) -> tuple[dict, dict]:
+    """(manifest's entry, {name: bytes}) of a kernel without a variant that takes values alone: its (name, kind) pairs
+    are `params`; `constants` follow the stream in `host`.  Raises BuildError as `build`."""
+    require_dsl()
+    values = samples(params)
+    compiled = compile_with(kernel, host, name, work_dir, values, make_fake_stream(), *constants)
+    entry, kinds, target = ptx_parameters(compiled.__ptx__)
+    facts, sass = read_cubin(compiled.__cubin__, entry), count_instructions(compiled.__cubin__, entry)
+    wrong = misbuilt(threads, [k for _, k in params], kinds, target, facts)
+    if facts.frame_bytes or sass["LDL"] or sass["STL"]:
+        wrong.append("it spills registers")
+    if wrong:
+        raise BuildError(f"{name}: " + "; ".join(wrong))
+    files = {f"{name}.cubin": compiled.__cubin__, f"{name}.ptx": compiled.__ptx__.encode()}
+    return {**described(name, compiled, facts, params), "spill_bytes": 0, "tma": {}}, files
+
+
+def require_dsl() -> None:
+    if cutlass.__version__ != DSL_VERSION:
+        raise CompilerMissing(f"nvidia-cutlass-dsl {DSL_VERSION} is needed, {cutlass.__version__} is installed")
+
+
+def described(name: str, compiled, facts, params) -> dict:
+    """What a launcher must know of any kernel.  `params`: its (name, kind) pairs."""
+    laid_out = [{"name": n, "kind": k, "offset": o, "size": s}
+                for (n, k), (o, s) in zip(params, facts.params, strict=True)]  # fmt: skip
+    return {
+        "cubin": f"{name}.cubin", "sha256": hashlib.sha256(compiled.__cubin__).hexdigest(),
+        "entry": ptx_parameters(compiled.__ptx__)[0], "params": laid_out, "block": list(facts.block),
+        "smem": dynamic_smem(str(compiled.ir_module)), "registers": facts.registers,
+    }  # fmt: skip
 
 
 def fixed_params(config: KernelConfig) -> tuple[tuple[str, str], ...]:
@@ -151,9 +182,9 @@ def pointer(kind, align: int = 4):
     return make_ptr(kind, 16, cute.AddressSpace.gmem, assumed_align=align)
 
 
-def compile_with(kernel, host, emitted: Emitted, work_dir: Path, *arguments):
-    kernel.set_name_prefix(f"attncc_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
-    host.set_name_prefix(f"host_{emitted.name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+def compile_with(kernel, host, name: str, work_dir: Path, *arguments):
+    kernel.set_name_prefix(f"attncc_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
+    host.set_name_prefix(f"host_{name}", remove_cutlass_symbol=True, keep_mangled_name=False)
     options = f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {work_dir}"
     return cute.compile(host, *arguments, options=options)
 
@@ -165,7 +196,7 @@ def samples(params) -> tuple:
 def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_dir: Path):
     rows = lambda d: fake_rows(config, d)  # noqa: E731
     return compile_with(
-        forward.kernel, forward.host, emitted, work_dir,
+        forward.kernel, forward.host, emitted.name, work_dir,
         rows(config.tile_qk), rows(config.tile_qk), fake_rows(config, config.tile_vo, True), rows(config.tile_vo),
         pointer(Float32), pointer(Int32), samples((*FORWARD_PARAMS[6:], *emitted.params)), Int32(1),
         make_fake_stream(), config, fn,
@@ -185,20 +216,14 @@ def compile_serve(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_d
         host = serve.host_rows
         k = v = samples(CACHE_PARAMS[False][:4])
     return compile_with(
-        serve.kernel, host, emitted, work_dir,
+        serve.kernel, host, emitted.name, work_dir,
         k, v, *pointers[:3], tuple(pointers[3:]), values, Int32(1), make_fake_stream(), config, fn,
     )  # fmt: skip
 
 
 def check(name, config, expected, kinds, target, facts, sass) -> None:
     """The gates: target, parameter layout, block, no spill, wgmma and TMA in the machine code."""
-    wrong = []
-    if target != ARCH or facts.target != 90:
-        wrong.append(f"built for {target} (sm_{facts.target}), not {ARCH}")
-    if expected != kinds or len(expected) != len(facts.params):
-        wrong.append(f"kernel parameters are {kinds}, the manifest would say {expected}")
-    if facts.block != (config.threads, 1, 1):
-        wrong.append(f"block is {facts.block}, not {config.threads} threads")
+    wrong = misbuilt(config.threads, expected, kinds, target, facts)
     copies = "UTMALDG" if boxes(config) else "LDGSTS"
     wrong += [f"no {op} instruction" for op in ("HGMMA", copies) if not sass[op]]
     if wrong:
@@ -208,6 +233,18 @@ def check(name, config, expected, kinds, target, facts, sass) -> None:
             f"{name}: spills registers with {config.tile_kv} keys a block: {facts.frame_bytes} bytes of stack, "
             f"{sass['LDL']} loads, {sass['STL']} stores"
         )
+
+
+def misbuilt(threads: int, expected: list[str], kinds: list[str], target: str, facts) -> list[str]:
+    """What is wrong with a kernel's target, parameters or block."""
+    wrong = []
+    if target != ARCH or facts.target != 90:
+        wrong.append(f"built for {target} (sm_{facts.target}), not {ARCH}")
+    if expected != kinds or len(expected) != len(facts.params):
+        wrong.append(f"kernel parameters are {kinds}, the manifest would say {expected}")
+    if facts.block != (threads, 1, 1):
+        wrong.append(f"block is {facts.block}, not {threads} threads")
+    return wrong
 
 
 def dynamic_smem(mlir: str) -> int:

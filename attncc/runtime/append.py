@@ -1,14 +1,17 @@
-"""Writing a step's new keys and values into a paged cache, with torch operations alone."""
+"""Writing a step's new keys and values into a paged cache: one launch, or torch operations that do the same."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from attncc.runtime.arguments import refuse_grad
 from attncc.runtime.serving_arguments import host
+
+if TYPE_CHECKING:
+    from attncc.runtime.utilities import Utilities
 
 Table = tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, last_page_len
 TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
@@ -18,31 +21,79 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def append_kv(
     k: Tensor, v: Tensor, kv: tuple[Tensor, Tensor], qo_indptr: Any, kv_indptr: Any, kv_indices: Any,
-    last_page_len: Any,
+    last_page_len: Any, kernels: Utilities | None = None,
 ) -> None:  # fmt: skip
-    """Write row r of request b, a row of `k` and of `v`, to position kv_len[b] - qo_len[b] + r - qo_indptr[b].
-
-    `k`, `v` [nnz, num_kv_heads, head_dim] of any strides; `kv` = (k_cache, v_cache) [num_pages, page_size,
-    num_kv_heads, head_dim] of their dtypes and any strides.  The table is as `BatchAttention.plan` takes it, and as it
-    is after appending: tensors, arrays or lists of int32 or int64; `kv_indices` may be longer than kv_indptr[-1], and
-    padded.  Rows of k and v at or past qo_indptr[-1] are padding and not written.
-
-    With the indices on the device nothing synchronises and a CUDA graph may capture the call: a replay reads them anew.
-    Then values are not checked; a row without a place (a page id out of range, a request shorter than its new rows) is
-    not written.  (Where there is not one row to write, one row of the cache is written with what it holds.)  Indices on
-    the host are checked, and copied without waiting for the device; they can't be captured.
-
-    Raises ValueError or TypeError naming the argument, what was expected and what was found; nothing was written then.
-    """
+    """attncc.append_kv (attncc/utilities.py), by one of `kernels` where there is one for these tensors."""
     caches = _check_rows(k, v, kv)
     table = _check_table(qo_indptr, kv_indptr, kv_indices, last_page_len, k.device)
-    if any(t.device.type != "cpu" for t in table):
-        return _append(k, v, caches, _to(k.device, *table))
     num_pages, page_size = caches[0].shape[:2]
-    rows = _check_values(table, k.shape[0], num_pages, page_size)
-    if rows:
+    on_host = all(t.device.type == "cpu" for t in table)
+    rows = _check_values(table, k.shape[0], num_pages, page_size) if on_host else k.shape[0]
+    k, v = k[:rows], v[:rows]
+    if not rows or (kernels is not None and _launched(kernels, k, v, caches, table)):
+        return
+    if on_host:
         page, slot, _ = _places(table, rows, num_pages, page_size)
-        _write(caches, (k[:rows], v[:rows]), *_to(k.device, page, slot))
+        _write(caches, (k, v), *_to(k.device, page, slot))
+    else:
+        _append(k, v, caches, _to(k.device, *table))
+
+
+def _launched(kernels: Utilities, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -> bool:
+    """Write the rows in one launch; False where there is no kernel for these tensors."""
+    num_pages, page_size, heads, _ = caches[0].shape
+    unit = _unit(k, v, *caches) if kernels.able(k.device) else 0
+    if not unit or not num_pages or len(table[0]) < 2 or not len(table[2]):
+        return False
+    kernel = kernels.get(f"append_{unit}", k.device)
+    if kernel is None:
+        return False
+    table = _together(table, k.device)
+    fields: dict[str, int] = {}
+    units = 0
+    for name, rows, cache in (("k", k, caches[0]), ("v", v, caches[1])):
+        item = rows.element_size()
+        fields |= {
+            name: rows.data_ptr(), f"{name}_row": rows.stride(0) * item, f"{name}_head": rows.stride(1) * item,
+            f"{name}_units": rows.shape[2] * item // unit, f"{name}_cache": cache.data_ptr(),
+        }  # fmt: skip
+        fields |= {
+            f"{name}_{dim}_stride": s * item for dim, s in zip(("page", "slot", "head"), cache.stride(), strict=False)
+        }
+        units += heads * fields[f"{name}_units"]
+    for name, t in zip(TABLE, table, strict=True):
+        fields |= {name: t.data_ptr(), f"{name}_stride": t.stride(0) * t.element_size()}
+    pieces = -(-units // (32 * kernel.ahead))
+    fields |= {
+        "rows": len(k), "pieces": pieces, "heads": heads, "batch": len(table[3]), "num_indices": len(table[2]),
+        "num_pages": num_pages, "page_size": page_size,
+        "wide": sum((t.dtype == torch.int64) << n for n, t in enumerate(table)),
+    }  # fmt: skip
+    kernel.launch(-(-len(k) * pieces * 32 // kernel.threads), fields)
+    return True
+
+
+def _unit(*tensors: Tensor) -> int:
+    """How many bytes all of them can be copied at a time, up to 16; 0 where that is less than an element, or where
+    there is none."""
+    bits = 16
+    for t in tensors:
+        item = t.element_size()
+        if not t.numel() or (t.shape[-1] > 1 and t.stride(-1) != 1):
+            return 0
+        bits |= t.data_ptr() | t.shape[-1] * item
+        for n, stride in zip(t.shape[:-1], t.stride(), strict=False):
+            bits |= stride * item if n > 1 else 0
+    return bits & -bits
+
+
+def _together(table: Table, device: torch.device) -> Table:
+    """The table on `device`, by one copy where all of it is on the host."""
+    if device.type == "cpu" or any(t.device.type != "cpu" for t in table):
+        return _to(device, *table)
+    (whole,) = _to(device, torch.cat(table))
+    qo, pages, ids, last = whole.split([len(t) for t in table])
+    return qo, pages, ids, last
 
 
 def _append(k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -> None:

@@ -7,33 +7,29 @@ in which they are given, so the same input has the same bits whatever else is in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from attncc.runtime.arguments import refuse_grad
+from attncc.runtime.arguments import I32_MAX, refuse_grad
+
+if TYPE_CHECKING:
+    from attncc.runtime.utilities import Utilities
 
 BASES = {"e": (torch.exp, torch.log), "2": (torch.exp2, torch.log2)}
+KERNEL_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+LOG2_E = math.log2(math.e)
 LSE_DTYPES = (torch.float32, torch.float64)
 
 
 def merge_states(
-    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, lse_base: str = "e"
+    o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor, lse_base: str = "e", kernels: Utilities | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The state over the keys of a and b: (o, lse), of the same shapes and dtypes.
-
-    `o_a`, `o_b` [n, H, D] of any float dtype, `lse_a`, `lse_b` float32 [n, H] (or float64), all on one device;
-    `lse_base`: "e" where lse is a natural logarithm, "2" where it is to base 2.  Computed in float32, or float64 where
-    one of them is.  A state whose lse is -inf is empty: its o is not read, and merging with it changes no bit; two
-    empty states give (0, -inf).  Beside an lse of +inf the other state has no weight (two of them share it); NaN stays
-    NaN.
-
-    Never synchronises, may be captured in a CUDA graph.  Raises ValueError or TypeError naming the argument, what was
-    expected and what was found.
-    """
+    """attncc.merge_states (attncc/utilities.py), by one of `kernels` where there is one for these tensors."""
     _check_state("o_a", o_a, "lse_a", lse_a, "[n, H, D]", lse_base)
     for name, t, like_name, like in (("o_b", o_b, "o_a", o_a), ("lse_b", lse_b, "lse_a", lse_a)):
         _plain(name, t)
@@ -42,18 +38,79 @@ def merge_states(
         if t.dtype != like.dtype:
             raise TypeError(f"{name}: expected dtype {_short(like)} as {like_name}, found {_short(t)}")
         _same_device(name, t, like_name, like)
+    if kernels is not None and kernels.able(o_a.device):
+        # two tensors of the same strides are a list of two
+        (o, o_next), (lse, lse_next) = _alike(o_a, o_b), _alike(lse_a, lse_b)
+        steps = o_next.data_ptr() - o.data_ptr(), lse_next.data_ptr() - lse.data_ptr()
+        merged = _launched(kernels, o, lse, 2, steps, lse_base)
+        if merged is not None:
+            return merged
     return _merge([o_a, o_b], [lse_a, lse_b], o_a, lse_a, lse_base)
 
 
-def merge_state_list(o: Tensor, lse: Tensor, lse_base: str = "e") -> tuple[Tensor, Tensor]:
-    """The state over the keys of S states: (o [n, H, D], lse [n, H]) of `o` [n, S, H, D] and `lse` float32 [n, S, H].
-
-    Everything else as `merge_states`; no state at all (S = 0) gives (0, -inf).
-    """
+def merge_state_list(
+    o: Tensor, lse: Tensor, lse_base: str = "e", kernels: Utilities | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """attncc.merge_state_list, in the same way."""
     _check_state("o", o, "lse", lse, "[n, S, H, D]", lse_base)
+    if kernels is not None and kernels.able(o.device) and o.shape[1]:
+        o = _rows(o)
+        steps = o.stride(1) * o.element_size(), lse.stride(1) * lse.element_size()
+        merged = _launched(kernels, o[:, 0], lse[:, 0], o.shape[1], steps, lse_base)
+        if merged is not None:
+            return merged
     shape = (o.shape[0], *o.shape[2:])
     like = o.new_empty(()).expand(shape)
     return _merge(o.unbind(1), lse.unbind(1), like, lse.new_empty(()).expand(shape[:-1]), lse_base)
+
+
+# ---------------------------------------------------------------------- one launch
+
+
+def _launched(
+    kernels: Utilities, o: Tensor, lse: Tensor, states: int, steps: tuple[int, int], base: str
+) -> tuple[Tensor, Tensor] | None:
+    """The sum of `states` states in one launch: (o, lse) is the first, `steps` the bytes from each to the next.  None
+    where there is no kernel for them."""
+    n, heads, dim = o.shape
+    item = o.element_size()
+    places = o.data_ptr() | steps[0] | dim * item
+    for extent, stride in ((n, o.stride(0)), (heads, o.stride(1))):
+        places |= stride * item if extent > 1 else 0
+    unit = item if places % 16 else 16
+    chunks = dim * item // unit
+    total = n * heads * chunks
+    if o.dtype not in KERNEL_DTYPES or lse.dtype != torch.float32 or not 0 < total <= I32_MAX:
+        return None
+    kernel = kernels.get(f"merge_{KERNEL_DTYPES[o.dtype]}_{unit}", o.device)
+    if kernel is None:
+        return None
+    out = torch.empty((n, heads, dim), dtype=o.dtype, device=o.device)
+    lse_out = torch.empty((n, heads), dtype=lse.dtype, device=o.device)
+    natural = base == "e"
+    fields: dict[str, int | float] = {
+        "o": o.data_ptr(), "o_row": o.stride(0) * item, "o_state": steps[0], "o_head": o.stride(1) * item,
+        "lse": lse.data_ptr(), "lse_row": lse.stride(0) * 4, "lse_state": steps[1], "lse_head": lse.stride(1) * 4,
+        "out": out.data_ptr(), "lse_out": lse_out.data_ptr(),
+        "total": total, "states": states, "heads": heads, "chunks": chunks,
+        "to_base_2": LOG2_E if natural else 1.0, "from_base_2": 1 / LOG2_E if natural else 1.0,
+    }  # fmt: skip
+    kernel.launch(-(-total // kernel.threads), fields)
+    return out, lse_out
+
+
+def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, with the same strides, and the last one 1."""
+    a, b = _rows(a), _rows(b)
+    return (a, b) if a.stride() == b.stride() else (a.contiguous(), b.contiguous())
+
+
+def _rows(t: Tensor) -> Tensor:
+    """The tensor, copied where its last dimension is not contiguous."""
+    return t if t.shape[-1] < 2 or t.stride(-1) == 1 else t.contiguous()
+
+
+# ---------------------------------------------------------------------- torch operations
 
 
 def _merge(

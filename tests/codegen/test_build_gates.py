@@ -23,7 +23,7 @@ SASS = {"HGMMA": 40, "UTMALDG": 8, "UTMASTG": 2, "LDL": 0, "STL": 0, "R2UR": 30}
 @pytest.fixture(scope="module")
 def config() -> KernelConfig:
     case = example("causal", "causal")
-    options = compiler._options(128, None, "bf16", None, "dense", "sm_90a")
+    options = compiler._options(128, None, "bf16", None, "dense", None, "sm_90a")
     return compiler.generated(compiler.specialized(case.load(), options), options)[1]
 
 

@@ -15,7 +15,7 @@ from .functors import NEG_INF
 from .packed import word
 
 BAR_FREE, BAR_READY, BAR_TAKEN = 1, 2, 3  # the exchange buffer: may be written, has been written, has been read
-BAR_STORED = 4  # all partial rows of an item lie in memory
+BAR_STORED = 4  # all partial rows of an item lie in memory; 7: those of an item that the first warpgroup ends alone
 BAR_ARRIVED = 5  # ... 6: one a warpgroup
 
 

@@ -158,7 +158,9 @@ def conclude(
     rows = cutlass.max(cutlass.min(item.rows - local, 64), 0)
     if not whole:
         store_partial(p, fn, O, base, total, tile, item, local + r_in, c_in, lists, sizes)
-        cute.arch.barrier(barrier_id=BAR_STORED, number_of_threads=128 * wgs)
+        # not one barrier for both: the second warpgroup may already be at the end of its next item
+        alone = wgs == 1
+        cute.arch.barrier(barrier_id=cutlass.select_(alone, BAR_STORED + 3, BAR_STORED), number_of_threads=128 * wgs)
         turns = (item.targets - w + wgs - 1) // wgs
     log2 = cute.make_rmem_tensor((2,), cutlass.Float32)
     for k in cutlass.range(turns, unroll=1):

@@ -1,6 +1,6 @@
-"""Serving figures: decode as a share of the read ceiling, paged prefill beside dense, host time, merging.
+"""Serving figures: decode as a share of the read ceiling, paged prefill beside dense, host time, appending, merging.
 
-    python bench/serve.py [--cases decode,prefill,host,merge] [--rounds N] [--pages 16,1]
+    python bench/serve.py [--cases decode,prefill,host,append,merge] [--rounds N] [--pages 16,1]
 
 Needs a Hopper GPU and triton.  bf16, 32 query heads, 8 kv heads, head dimension 128, causal.  What is compared runs in
 the same rounds, which start with another contender each time; medians count.  A decode figure is the time of one run
@@ -256,17 +256,46 @@ def host(pages: list[int]) -> list[list[str]]:
     return rows
 
 
-def merge() -> list[list[str]]:
-    """The public merges, in a graph; the kernel merges its own splits by itself."""
+def graph_microseconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Time of one of `calls`, which follow one another in a CUDA graph: median of 25 replays."""
+    for call in calls:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    found = [milliseconds(graph.replay) for _ in range(30)][5:]
+    return statistics.median(found) * 1e3 / len(calls)
+
+
+def append(pages: list[int], layers: int = 16) -> list[list[str]]:
+    """append_kv, one cache a layer; GB/s of what is read and written."""
     rows = []
-    for n, states in ((128, 2), (128, 8), (8192, 2)):
-        o, lse = randn(n, states, HEADS, HEAD_DIM).float(), torch.randn(n, states, HEADS, device="cuda")
-        attncc.merge_state_list(o, lse)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            attncc.merge_state_list(o, lse)
-        found = [milliseconds(graph.replay) for _ in range(30)][5:]
-        rows.append([f"merge of {states} states, {n} rows, f32", f"{statistics.median(found) * 1e3:.1f}"])
+    for page in pages:
+        for title, qo_lens, kv_len in (("B16", [1] * 16, 1024), ("B128", [1] * 128, 1024), ("B4", [2048] * 4, 2048)):
+            indices = table(qo_lens, [kv_len] * len(qo_lens), page, 0)
+            on_device = [t.cuda() for t in indices]
+            caches = [[randn(int(indices[1][-1]), page, KV_HEADS, HEAD_DIM) for _ in "kv"] for _ in range(layers)]
+            k, v = (randn(sum(qo_lens), KV_HEADS, HEAD_DIM) for _ in "kv")
+            micro = graph_microseconds(
+                [lambda k=k, v=v, c=c, t=on_device: attncc.append_kv(k, v, (c[0], c[1]), *t) for c in caches]
+            )
+            speed = 2 * sum(qo_lens) * BYTES / micro / 1e3
+            rows.append([f"{title}, {qo_lens[0]} rows each, page {page}", f"{micro:.1f}", f"{speed:,.0f}"])
+            del caches
+    return rows
+
+
+def merge() -> list[list[str]]:
+    """The public merges; the kernel merges its own splits by itself.  GB/s of what is read and written."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for n, states in ((128, 2), (128, 8), (8192, 2)):
+            o, lse = randn(n, states, HEADS, HEAD_DIM).to(dtype), torch.randn(n, states, HEADS, device="cuda")
+            micro = graph_microseconds([lambda o=o, lse=lse: attncc.merge_state_list(o, lse)] * 4)
+            speed = (o.nbytes + lse.nbytes) * (states + 1) / states / micro / 1e3
+            name = str(dtype).removeprefix("torch.")
+            rows.append([f"merge of {states} states, {n} rows, {name}", f"{micro:.1f}", f"{speed:,.0f}"])
     return rows
 
 
@@ -281,7 +310,7 @@ def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", default="decode,prefill,host,merge", help="which tables, separated by commas")
+    parser.add_argument("--cases", default="decode,prefill,host,append,merge", help="which tables, separated by commas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pages", default="16,1", help="page sizes, separated by commas")
     arguments = parser.parse_args()
@@ -295,8 +324,10 @@ def main() -> None:
         tables.append((["prefill", "keys", "TFLOP/s", "ms", "of dense", "of cuDNN"], prefill(pages, arguments.rounds)))
     if "host" in cases:
         tables.append((["host time", "µs"], host(pages)))
+    if "append" in cases:
+        tables.append((["appending, in a graph", "µs", "GB/s"], append(pages)))
     if "merge" in cases:
-        tables.append((["merging", "µs"], merge()))
+        tables.append((["merging, in a graph", "µs", "GB/s"], merge()))
     for heads, rows in tables:
         show(heads, rows)
 

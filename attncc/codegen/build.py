@@ -66,8 +66,8 @@ def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
     Returns {"files": {name: bytes}, "kernel": the manifest's entry}.  `work_dir` must exist; intermediate files stay
     there.  Raises BuildError where the result breaks one of the gates of `check`.
     """
-    shared = {"columns_by_row": emitted.columns_by_row, "ranges_by_row": emitted.ranges_by_row}
-    config = replace(config, **shared) if config.served else config
+    if config.served:
+        config = replace(config, columns_by_row=emitted.columns_by_row, ranges_by_row=emitted.ranges_by_row)
     while True:
         try:
             return build_once(emitted, config, work_dir)

@@ -1,4 +1,5 @@
-"""Fill the kernel cache (ATTNCC_CACHE_DIR) with every kernel of `cases.py` and `serve_cases.py`; needs no GPU."""
+"""Fill the kernel cache (ATTNCC_CACHE_DIR) with every kernel of `cases.py` and `serve_cases.py`, and the small ones
+beside attention; needs no GPU."""
 
 from __future__ import annotations
 
@@ -11,13 +12,18 @@ from multiprocessing import get_context
 import cases
 import serve_cases
 
+from attncc import utilities
 
-def build(case: cases.Case | serve_cases.Served) -> str | None:
-    """What went wrong, or None."""
-    from attncc import compiler
+
+def build(case: cases.Case | serve_cases.Served | str) -> str | None:
+    """What went wrong, or None.  A name is that of a small kernel."""
+    from attncc import compiler, utilities
     from attncc.diagnostics import AttnError
 
     try:
+        if isinstance(case, str):
+            utilities.artifact(case)
+            return None
         compiler.compile(case.source, **case.options)  # pyright: ignore[reportArgumentType]
     except (AttnError, ValueError, TypeError, RuntimeError) as e:
         return f"{case}: {e}"
@@ -26,7 +32,7 @@ def build(case: cases.Case | serve_cases.Served) -> str | None:
 
 def main() -> int:
     start = time.perf_counter()
-    todo = [*cases.all_cases(), *serve_cases.all_served()]
+    todo = [*cases.all_cases(), *serve_cases.all_served(), *utilities.names()]
     with ProcessPoolExecutor(min(os.cpu_count() or 1, len(todo)), mp_context=get_context("spawn")) as pool:
         failed = [e for e in pool.map(build, todo) if e is not None]
     for e in failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from attncc.runtime.utilities import Utilities
 
 Table = tuple[Tensor, Tensor, Tensor, Tensor]  # qo_indptr, kv_indptr, kv_indices, last_page_len
+Ints = tuple[int, ...]
 TABLE = ("qo_indptr", "kv_indptr", "kv_indices", "last_page_len")
 CACHES = ("k_cache", "v_cache")
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,49 +44,51 @@ def append_kv(
 def _launched(kernels: Utilities, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -> bool:
     """Write the rows in one launch; False where there is no kernel for these tensors."""
     num_pages, page_size, heads, _ = caches[0].shape
-    unit = _unit(k, v, *caches) if kernels.able(k.device) else 0
-    if not unit or not num_pages or len(table[0]) < 2 or not len(table[2]):
+    if not kernels.able(k.device) or not num_pages or len(table[0]) < 2 or not len(table[2]):
         return False
+    pointers = {"k": k.data_ptr(), "k_cache": caches[0].data_ptr(), "v": v.data_ptr(), "v_cache": caches[1].data_ptr()}
+    of_k, of_v = (
+        _strides(name, t.shape, t.stride(), cache.shape, cache.stride(), t.element_size())
+        for name, t, cache in (("k", k, caches[0]), ("v", v, caches[1]))
+    )
+    if of_k is None or of_v is None:
+        return False
+    unit = 16 | of_k[0] | of_v[0]
+    for address in pointers.values():
+        unit |= address
+    unit &= -unit  # the widest copy that suits all: the lowest bit
     kernel = kernels.get(f"append_{unit}", k.device)
     if kernel is None:
         return False
-    table = _together(table, k.device)
-    fields: dict[str, int] = {}
-    units = 0
-    for name, rows, cache in (("k", k, caches[0]), ("v", v, caches[1])):
-        item = rows.element_size()
-        fields |= {
-            name: rows.data_ptr(), f"{name}_row": rows.stride(0) * item, f"{name}_head": rows.stride(1) * item,
-            f"{name}_units": rows.shape[2] * item // unit, f"{name}_cache": cache.data_ptr(),
-        }  # fmt: skip
-        fields |= {
-            f"{name}_{dim}_stride": s * item for dim, s in zip(("page", "slot", "head"), cache.stride(), strict=False)
-        }
-        units += heads * fields[f"{name}_units"]
-    for name, t in zip(TABLE, table, strict=True):
-        fields |= {name: t.data_ptr(), f"{name}_stride": t.stride(0) * t.element_size()}
-    pieces = -(-units // (32 * kernel.ahead))
-    fields |= {
-        "rows": len(k), "pieces": pieces, "heads": heads, "batch": len(table[3]), "num_indices": len(table[2]),
-        "num_pages": num_pages, "page_size": page_size,
-        "wide": sum((t.dtype == torch.int64) << n for n, t in enumerate(table)),
+    units = k.shape[2] * k.element_size() // unit, v.shape[2] * v.element_size() // unit
+    pieces = -(-heads * sum(units) // (32 * kernel.ahead))
+    fields = {
+        **pointers, **of_k[1], **of_v[1], "k_units": units[0], "v_units": units[1], "rows": len(k), "pieces": pieces,
+        "heads": heads, "batch": len(table[3]), "num_indices": len(table[2]), "num_pages": num_pages,
+        "page_size": page_size, "wide": 0,
     }  # fmt: skip
+    table = _together(table, k.device)
+    for n, (name, t) in enumerate(zip(TABLE, table, strict=True)):
+        item = t.element_size()
+        fields[name], fields[f"{name}_stride"] = t.data_ptr(), t.stride(0) * item
+        fields["wide"] |= (item == 8) << n
     kernel.launch(-(-len(k) * pieces * 32 // kernel.threads), fields)
     return True
 
 
-def _unit(*tensors: Tensor) -> int:
-    """How many bytes all of them can be copied at a time, up to 16; 0 where that is less than an element, or where
-    there is none."""
-    bits = 16
-    for t in tensors:
-        item = t.element_size()
-        if not t.numel() or (t.shape[-1] > 1 and t.stride(-1) != 1):
-            return 0
-        bits |= t.data_ptr() | t.shape[-1] * item
-        for n, stride in zip(t.shape[:-1], t.stride(), strict=False):
-            bits |= stride * item if n > 1 else 0
-    return bits & -bits
+@functools.lru_cache(1024)
+def _strides(
+    name: str, shape: Ints, stride: Ints, cache_shape: Ints, cache_stride: Ints, item: int
+) -> tuple[int, dict[str, int]] | None:  # fmt: skip
+    """(the bits of all that a copy's width must divide, the kernel's strides in bytes) of k or v and its cache; None
+    where there are no elements or where they don't lie side by side."""
+    if 0 in shape or (shape[-1] > 1 and (stride[-1] != 1 or cache_stride[-1] != 1)):
+        return None
+    bits = shape[-1] * item
+    for n, s in (*zip(shape[:-1], stride, strict=False), *zip(cache_shape[:-1], cache_stride, strict=False)):
+        bits |= s * item if n > 1 else 0
+    dims = ("row", "head", "page_stride", "slot_stride", "head_stride")
+    return bits, {f"{name}_{d}": s * item for d, s in zip(dims, (*stride[:2], *cache_stride[:3]), strict=True)}
 
 
 def _together(table: Table, device: torch.device) -> Table:

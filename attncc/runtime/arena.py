@@ -81,14 +81,16 @@ class Arena:
         for name, array in parts.items():
             at, size = self._offsets[name], array.size
             assert size <= self._sizes[name], f"{name}: {size} elements in a slice of {self._sizes[name]}"
-            memory[at : at + size] = array.reshape(-1)
-            used.append((at, at + size))
+            if size:
+                memory[at : at + size] = array.ravel()
+                used.append((at, at + size))
         at = self.tail_at(parts[self._last].size)
-        assert sum(a.size for a in tail) <= self.tail
+        assert sum(map(len, tail)) <= self.tail
         for array in tail:
-            memory[at : at + array.size] = array
-            used.append((at, at + array.size))
-            at += array.size
+            end = at + len(array)
+            memory[at:end] = array
+            used.append((at, end))
+            at = end
         for start, end in joined(used):
             self._plan[start:end].copy_(tensor[start:end], non_blocking=True)
         event.record(self._device)

@@ -24,8 +24,9 @@ STRETCH = 3  # least cost of a stretch
 EVEN = 0.96  # share of CTAs that the last round of stretches should occupy
 ROUNDS = 8
 L2_BYTES = 16 << 20  # K and V that CTAs working at the same time may share: a third of the cache
-BLOCK = (1 << 32) - 1  # of a cut, tile << 32 | block
-BLOCK = (1 << 32) - 1  # of a cut, tile << 32 | block
+# of a cut, tile << 32 | block; numpy takes an array without dimensions in half the time that an int takes
+HALF, AT_BEGIN, AT_END = np.array(0.5), np.array(EDGE), np.array(STARTUP + EDGE)
+BLOCK, TILE = np.array((1 << 32) - 1), np.array(32)
 MOST_PIECES, LEAST_KEYS = 16, 2048  # batch_invariant: pieces of a request, at most; keys of a piece, at least
 
 
@@ -56,7 +57,7 @@ def cost(begin: np.ndarray, end: np.ndarray, tile_kv: int) -> np.ndarray:
     made, and on a H200 these take about the same; fewer rows make it no cheaper.  Pieces without keys cost nothing, so
     that they move no cut of the others."""
     size = end - begin
-    costs = (size + (tile_kv - 1 + STARTUP * tile_kv)) // tile_kv
+    costs = (size + np.array(tile_kv - 1 + STARTUP * tile_kv)) // np.array(tile_kv)
     if np.count_nonzero(size) < len(size):
         costs[size == 0] = 0
     return costs
@@ -109,25 +110,25 @@ def _stretches(
     """The `loose` tiles (None: all) cut into `units` stretches of equal cost, the others whole.  `last`: the sums of
     the costs of loose tiles."""
     line = costs if loose is None else costs[loose]
-    before = last - line + STARTUP  # where on the line a tile's first block lies
+    before = last - line + np.array(STARTUP)  # where on the line a tile's first block lies
     length = int(last[-1]) / max(1, units) if len(last) else 0.0
-    cuts = _cuts(line, last, before, units, length)
+    cuts, blocks = _cuts(line, last, before, units, length)
     if loose is not None:
         spread = np.zeros(len(costs), np.int64)
         spread[loose] = before
         before = spread
         reach = np.append(loose, len(costs))  # a cut may be the end of the line
-        cuts = (reach[cuts >> 32] << 32) + (cuts & BLOCK)
+        cuts = (reach[cuts >> TILE] << TILE) + blocks
     tile = np.arange(len(costs))
-    key = tile << 32  # pieces, as tile << 32 | first block
-    inside = cuts[(cuts & BLOCK).nonzero()[0]]
+    key = tile << TILE  # pieces, as tile << 32 | first block
+    inside = cuts[blocks.nonzero()[0]]
     begin, end, at, onward = tiles.begin, tiles.end, before, inside
     if len(inside):
         key = np.concatenate((key, inside))
         key.sort()
-        tile, block = key >> 32, key & BLOCK
+        tile, block = key >> TILE, key & BLOCK
         onward = block.nonzero()[0]
-        begin, end, at = begin[tile] + block * shape.tile_kv, end[tile], at[tile] + block
+        begin, end, at = begin[tile] + block * np.array(shape.tile_kv), end[tile], at[tile] + block
         end[onward - 1] = begin[onward]
     whole = None
     if loose is None:
@@ -139,7 +140,7 @@ def _stretches(
         mine = np.flatnonzero(~whole)
         start = np.zeros(len(key), np.int64)
         start[mine] = _since(at[mine], key[mine], cuts)
-    return Pieces(tile, begin, end, start / max(1.0, length), whole, onward)
+    return Pieces(tile, begin, end, start / np.array(max(1.0, length)), whole, onward)
 
 
 def _since(at: np.ndarray, key: np.ndarray, cuts: np.ndarray) -> np.ndarray:
@@ -153,17 +154,19 @@ def _since(at: np.ndarray, key: np.ndarray, cuts: np.ndarray) -> np.ndarray:
     return at - np.maximum.accumulate(begun)[:-1]
 
 
-def _cuts(costs: np.ndarray, last: np.ndarray, before: np.ndarray, units: int, length: float) -> np.ndarray:
-    """Cuts that leave `units` stretches of equal cost, as tile << 32 | block of the tile, ascending; those at the
-    beginning of a tile may stand there more than once."""
+def _cuts(
+    costs: np.ndarray, last: np.ndarray, before: np.ndarray, units: int, length: float
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """(cuts that leave `units` stretches of equal cost, as tile << 32 | block of the tile, ascending; the blocks).
+    Cuts at the beginning of a tile may stand there more than once."""
     if units <= 1:
-        return np.empty(0, np.int64)
-    want = np.arange(1, units) * length
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    want = np.arange(1, units) * np.array(length)
     tile = last.searchsorted(want, side="right")
-    at = (want - before[tile] + 0.5).astype(np.int64)
-    over = at > costs[tile] - (STARTUP + EDGE)
-    at *= (at >= EDGE) > over
-    return ((tile + over) << 32) + at
+    block = (want - before[tile] + HALF).astype(np.int64)
+    over = block > costs[tile] - AT_END
+    block *= (block >= AT_BEGIN) > over
+    return ((tile + over) << TILE) + block, block
 
 
 def _divide_alone(shape: Shape, tiles: Tiles) -> Pieces:

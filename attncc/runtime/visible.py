@@ -47,10 +47,10 @@ class Visible:
             lo = None
         if lo is None and hi is None:
             return None
-        run = self._code.run
+        run, fixed = self._code.run, {**self._code.constants, **given}
 
         def bounds(i0: np.ndarray, i1: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray) -> Range:
-            values: dict[Any, np.ndarray] = {**given, "i0": i0, "i1": i1, "qo_len": qo_len, "kv_len": kv_len}
+            values: dict[Any, np.ndarray] = {**fixed, "i0": i0, "i1": i1, "qo_len": qo_len, "kv_len": kv_len}
             with np.errstate(all="ignore"):
                 return None if lo is None else run(lo, values), None if hi is None else run(hi, values)
 
@@ -72,6 +72,7 @@ class _Code:
     def __init__(self) -> None:
         self._steps: list[tuple[str, Any]] = []
         self._numbers: dict[tuple[str, Any], int] = {}
+        self.constants: dict[Any, np.ndarray] = {}  # by number
 
     def number(self, expr: Any) -> int:
         """The step that is the value of `expr`."""
@@ -86,6 +87,8 @@ class _Code:
             step = ("unknown", None)
         if step not in self._numbers:
             self._numbers[step] = len(self._steps)
+            if step[0] == "const" and (known := _known(rest[0])) is not None:
+                self.constants[len(self._steps)] = known
             self._steps.append(step)
         return self._numbers[step]
 
@@ -110,14 +113,13 @@ class _Code:
         return op == "const" and rest[1] <= 0
 
     def run(self, steps: list[int], values: dict[Any, np.ndarray]) -> np.ndarray:
-        """The value of the last of `steps`.  Values of steps stay in `values`, by number, for the other end."""
+        """The value of the last of `steps`; `values` has those of names and constants.  Values of steps stay there,
+        by number, for the other end."""
         for n in steps:
             if n not in values:
                 op, rest = self._steps[n]
                 if op == "name":
                     values[n] = values[rest].astype(np.int32) if rest in LEAVES else values[rest]
-                elif op == "const":
-                    values[n] = np.array([rest[1]], np.int32 if rest[0] is int else bool)
                 else:
                     values[n] = OPS[op][1](*[values[x] for x in rest])
         return values[steps[-1]]

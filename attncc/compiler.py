@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from attncc.runtime.kernel import Kernel
 
 DTYPES = {"bf16": "bf16", "f16": "f16", "torch.bfloat16": "bf16", "torch.float16": "f16"}
-LAYOUTS, ARCHITECTURES = ("dense", "ragged", "paged"), ("sm_90a",)
+LAYOUTS, ARCHITECTURES = ("dense", "ragged", "paged", "blocks"), ("sm_90a",)
+PAGED = ("paged", "blocks")
 STAGES = ("ast", "ir", "py", "ptx", "sass")
 MAX_HEAD_DIM = 256
 POSITIONS = frozenset(("b", "i", "j", "qo_len", "kv_len"))
@@ -41,7 +42,7 @@ class Options:
     head_dim_vo: int
     dtype: str
     layout: str
-    page_size: int | None  # rows of a page, where the layout is paged
+    page_size: int | None  # rows of a page, where the layout is paged; keys of a block, where it is blocks
     arch: str
     const: Mapping[str, int | float | bool]
 
@@ -64,8 +65,8 @@ def compile(
     `source`: .attn text where it contains a newline, else a path.  `variant` may be left out for a file with one.
     `head_dim` of q and k, `head_dim_vo` of v and out (default: the same): multiples of 8 up to 256.  `dtype`:
     torch.bfloat16 or torch.float16 (or "bf16", "f16").  `const`: values of const parameters.  `layout`: what is
-    built now, "dense", or for BatchAttention "ragged" or "paged" with pages of `page_size` rows; the others are built
-    when they are asked for.
+    built now, "dense", or for BatchAttention "ragged", "paged" with pages of `page_size` rows, or "blocks" of
+    `page_size` keys (plan_block_sparse); the others are built when they are asked for.
 
     Raises AttnError for what is wrong with the source or can't be done on the target, ValueError and TypeError for
     the other arguments.
@@ -279,13 +280,13 @@ def _options(
 
 
 def _page_size(layout: str, page_size: Any) -> int | None:
-    """Rows of a page: given where the layout is paged, and only there."""
-    if layout != "paged":
+    """Rows of a page, or keys of a block: given with these layouts, and only there."""
+    if layout not in PAGED:
         if page_size is not None:
             raise ValueError(f"page_size: expected none with layout {layout!r}, found {page_size!r}")
         return None
     if page_size is None:
-        raise ValueError("page_size: expected the rows of a page, since layout is 'paged', found none")
+        raise ValueError(f"page_size: expected the rows of a page, since layout is {layout!r}, found none")
     if not isinstance(page_size, numbers.Integral) or isinstance(page_size, bool):
         raise TypeError(f"page_size: expected an int, found {type(page_size).__name__}")
     rows = int(page_size)

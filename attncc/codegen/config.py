@@ -48,7 +48,7 @@ class KernelConfig:
     epilogue_sums: int
     # where keys and queries lie
     layout: str = "dense"
-    page_unit: int = 0  # paged: the page size is a multiple of it
+    page_unit: int = 0  # paged, blocks: the page size, or the keys of a block, is a multiple of it
     # what a packed tile's rows do not share (Emitted says)
     columns_by_row: bool = False
     ranges_by_row: bool = False
@@ -176,8 +176,10 @@ def choose(
     ranges, logits = analysed(variant)
     tile_kv, k_stages, v_stages, q_stages = shape_of(tile_of(head_dim_qk), tile_of(head_dim_vo))
     mask = variant.mask != Const(True, BOOL)
-    counted = ranges.may is None and ranges.must is None
-    masks_below = not starts_at_zero(ranges)
+    # keys in blocks are listed, so all are visited, and where they stand is looked up: nothing runs on from key to key
+    listed = layout == "blocks"
+    counted = listed or (ranges.may is None and ranges.must is None)
+    masks_below = not (listed or starts_at_zero(ranges))
     score = kind_of_score(logits)
     return KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
@@ -185,8 +187,8 @@ def choose(
         turns=layout == "dense", dynamic=mask,
         early_item=layout == "dense" and counted and not masks_below and score == "dot",
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
-        mask=mask, counted=counted, row_bounds=ranges.contiguous, masks_below=masks_below,
-        score=score, ramp=score == "linear" and ramp(logits) is not None,
+        mask=mask, counted=counted, row_bounds=ranges.contiguous and not listed, masks_below=masks_below,
+        score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         epilogue=variant.epilogue != Leaf("o"),
         epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),

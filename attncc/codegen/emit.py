@@ -7,6 +7,7 @@ hide becomes the predicate of the load.  A read hoisted above a guard is checked
 
 Served kernels find rows and keys by what the Env says of the request: its first row, its pages.  Where a key lies is
 looked up once a column.  The rows of a packed tile may be of several heads and requests; what they can't share is said.
+Where keys are listed in blocks, a column's position is looked up, and the next column's doesn't follow from it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ PRECISE = {**FAST, "exp": "cute.math.exp({})", "log": "cute.math.log({})", "exp2
            "tanh": "cute.math.tanh({})", "log2": "cute.math.log2({})", "sqrt": "cute.math.sqrt({})",
            "rsqrt": "cute.math.rsqrt({})"}  # fmt: skip
 COLUMN_STAGES = ("block", "col")
+OWN_SIZES = {"query": "x.qo_len", "listed": "x.kv_len"}  # of axes whose extent in the argument is that of all requests
 SEEN = "seen"  # the guard that the mask and kv_len put on every read of a score
 
 
@@ -63,7 +65,7 @@ class Emitted:
 @dataclass(frozen=True)
 class Axis:
     """One dimension `k` of a tensor argument and what indexes it: `x` itself, or what a served kernel finds by it: the
-    "query" row; of a key its "page", its "row" there, and whether it "is_here"."""
+    "query" row; of a key its "page", its "row" there, and whether it "is_here"; "listed": a key by its position."""
 
     k: int
     x: Expr
@@ -120,7 +122,7 @@ class Emitter:
     def __init__(self, variant: Variant, config: KernelConfig):
         self.variant = variant
         self.head_dim_vo = config.head_dim_vo
-        self.served = config.served
+        self.layout = config.layout
         self.columns_by_row = False
         self.tensors = {t.name: t for t in variant.tensors}
         self.params: list[tuple[str, str]] = []
@@ -223,7 +225,7 @@ class Emitter:
             cond = self.value(c, stage, guards, precise)
             yes = self.value(a, stage, guards.plus(c, True), precise)
             return f"cutlass.select_({cond}, {yes}, {self.value(b, stage, guards.plus(c, False), precise)})"
-        if stage is self.col and e.op == "f32":
+        if stage is self.col and e.op == "f32" and self.layout != "blocks":
             c = slope(e.args[0])
             if c is not None:  # one conversion a block, then constants are added
                 return f"{self.block.export(self.value(e, self.block, guards))} + {float(c)} * off"
@@ -285,7 +287,7 @@ class Emitter:
     # ------------------------------------------------------------------ memory
     def load(self, e: Load, stage: Stage, guards: Guards) -> str:
         tensor = self.tensors[e.tensor]
-        index = list(expand(tensor, e.index, self.served))
+        index = list(expand(tensor, e.index, self.layout))
         self.columns_by_row |= stage.name in COLUMN_STAGES and any(a.part == "query" for a in index)
         ok = [self.condition(c, holds, stage) for c, holds in guards.conditions]
         if guards.checked:
@@ -316,7 +318,7 @@ class Emitter:
                 yield self.place(Axis(a.k, a.x, "is_here"), stage, guards)
             elif a.part != "row":
                 at = self.value(a.x, stage, guards)
-                size = "x.qo_len" if a.part == "query" else self.param(f"t.{tensor.name}.size.{a.k}", "i32")
+                size = OWN_SIZES.get(a.part) or self.param(f"t.{tensor.name}.size.{a.k}", "i32")
                 yield f"({at} >= 0) & ({at} < {size})"
 
     def condition(self, c: Expr | str, holds: bool, stage: Stage) -> str:
@@ -352,7 +354,7 @@ class Emitter:
 
     def place(self, a: Axis, stage: Stage, guards: Guards) -> str:
         """The index itself.  A key's place is looked up in the stage where the key is first known."""
-        if not a.part:
+        if a.part in ("", "listed"):
             return self.value(a.x, stage, guards)
         if a.part == "query":
             return f"x.q_start + {self.value(a.x, stage, guards)}"
@@ -395,13 +397,15 @@ class Emitter:
         return f"{title}\n\n{IMPORTS}\n\n{helpers_for(body)}\n\n{body}".rstrip() + "\n"
 
 
-def expand(tensor: TensorParam, index: tuple[Expr, ...], served: bool) -> Iterator[Axis]:
+def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterator[Axis]:
     """The dimensions of the argument.  Dense: the request's own before `iq` and `j`.  Served: the rows of all requests
-    one after the other, and keys as the cache has them, by page and row."""
-    k = 0
+    one after the other, and keys as the cache has them, by page and row; those of blocks all in one page."""
+    k, served = 0, layout != "dense"
     for dim, x in zip(tensor.dims, index, strict=True):
         if dim == "iq" and served:
             parts = [Axis(k, x, "query")]
+        elif dim == "j" and layout == "blocks":
+            parts, k = [Axis(k + 1, x, "listed")], k + 1
         elif dim == "j" and served:
             parts = [Axis(k, x, "page"), Axis(k + 1, x, "row")]
         elif dim in ("iq", "j"):

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from attncc.runtime import arguments as check
@@ -34,13 +35,13 @@ FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, w
 @dataclass(frozen=True, eq=False)
 class Planned:
     """What runs are checked against.  `served`: which kernel they launch; `needs`: what their tensors must have, by the
-    keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `blocks`: the layout is
-    block-sparse."""
+    keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `keys`: how many rows k and
+    v must have, where a block-sparse plan had to guess."""
 
     served: Served
     needs: Mapping[str, int]
     scalars: tuple[tuple[int, str, int | float], ...]
-    blocks: bool
+    keys: int | None = None
 
 
 class BatchAttention:
@@ -58,9 +59,8 @@ class BatchAttention:
     bytes each; None: what plans can use, but at most 256 MiB.
 
     Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan, as long
-    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan that has more query rows
-    than q had, needs more of k, v or the parameters, or relies on other scalars, is refused.  Where several graphs are
-    captured, the plan fits one of them, and that one may be replayed.
+    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan may have no more query
+    rows than q had, and one that needs more of k, v or the parameters, or relies on other scalars, is refused.
 
     Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
     time.  Objects know nothing of each other.
@@ -86,7 +86,7 @@ class BatchAttention:
         used = driver or kernel.driver or cuda_driver()
         self._device = serving.device_of(device, used.device_type)
         self._kernel, self._driver = kernel, driver
-        self._served = self._load(None if page_size is None else int(page_size))
+        self._served = self._load("ragged") if page_size is None else self._load("paged", int(page_size))
         loaded, self._spec, says = self._served.loaded, self._served.spec, self._served.manifest.get("visible")
         self._parameters = check.Parameters(self._spec)
         self._visible = Visible(says) if says else None
@@ -100,19 +100,16 @@ class BatchAttention:
         )  # fmt: skip
         self._shape = shape if partial_rows is not None else replace(shape, partial_rows=default_partial_rows(shape))
         self._arena = self._make_arena()
-        self._bound: tuple[Any, Any] | None = None  # scalars of the last plan, and what they show
         self._planned: Planned | None = None
         self._bindings: dict[tuple, Any] = {}
         self._blocks: dict[int, Served] = {}
         self._held: set[serving.Limit] = set()  # what tensors of captured runs have,
-        self._held_pages: set[int | None] = set()  # how these lie,
-        self._held_rows: dict[Planned, int] = {}  # and by plan their query rows,
-        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and scalars
+        self._held_kinds: set[tuple[str, int | None]] = set()  # how these lie,
+        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and the scalars, by plan
         self._lock = threading.Lock()
 
-    def _load(self, page_size: int | None) -> Served:
-        """The variant's kernel for pages of that size, or ragged keys."""
-        layout = "ragged" if page_size is None else "paged"
+    def _load(self, layout: str, page_size: int | None = None) -> Served:
+        """The variant's kernel for keys that lie so."""
         artifact = self._kernel.serving(layout, page_size)
         if self._driver in (None, self._kernel.driver):
             loaded = self._kernel.loaded(self._device, layout, page_size)
@@ -153,9 +150,10 @@ class BatchAttention:
         batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
         visible = self._visible_keys(values)
         if shared_prefix == "auto" and table.kv_indices is not None:
-            self._adopt([table], values, prefix.auto(self._shape, batch, table.kv_indices, visible))
+            made = prefix.auto(self._shape, batch, table.kv_indices, visible)
         else:
-            self._adopt([table], values, planning.plan(self._shape, batch, visible))
+            made = planning.plan(self._shape, batch, visible)
+        self._adopt_tables([table], values, made)
 
     def plan_cascade(self, levels: Sequence[Sequence[Any]], **scalars: Any) -> None:
         """Plan a batch whose requests share keys: a level is (qo_indptr, kv_indptr, kv_indices, last_page_len) as in
@@ -167,37 +165,53 @@ class BatchAttention:
         values = self._plan_scalars(scalars)
         tables = serving.levels(self._served.page_size, levels)
         batches = [planning.Batch(t.qo_indptr, t.kv_start, t.kv_len) for t in tables]
-        self._adopt(tables, values, plan_levels(self._shape, batches, self._visible_keys(values)))
+        self._adopt_tables(tables, values, plan_levels(self._shape, batches, self._visible_keys(values)))
 
     def plan_block_sparse(
         self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, qo_len: int | None = None,
         kv_len: int | None = None, **scalars: Any,
     ) -> None:  # fmt: skip
-        """Plan a block-sparse layout: rows of blocks of `block_rows` query rows, each with the block columns that it
-        sees, indices[indptr[m] : indptr[m + 1]], of `block_cols` keys.
+        """Plan attention of one request in blocks of `block_rows` query rows and `block_cols` keys: row m of blocks
+        sees the block columns indices[indptr[m] : indptr[m + 1]], in any order, none of them twice.
 
-        A row of blocks counts as a request.  `qo_len` and `kv_len` cut the last row and column of blocks short.  Runs
-        take k and v as [blocks · block_cols, num_kv_heads, head_dim] or [blocks, block_cols, num_kv_heads, head_dim],
-        whatever `page_size` is; the kernel for such pages is loaded, or built, at the first plan that needs it.
+        Where kv heads see other blocks: indptr [num_kv_heads, M + 1], indices a list for each kv head.  `qo_len` and
+        `kv_len` cut the last row and column of blocks short; without kv_len keys end with the last listed block.  The
+        variant's mask and positions are those of the whole request: a row sees the keys of its blocks that the mask
+        shows.  A row of blocks counts as a request of max_batch_size.
 
-        Keys stand packed together, so a variant that reads positions (in its mask, or to index a tensor) is refused.
+        Runs take k and v as [nnz_kv, num_kv_heads, head_dim], whatever `page_size` is, and tensors over j as [nnz_kv];
+        the kernel for such blocks is loaded, or built, at the first plan that needs it.
         """
-        values = self._plan_scalars(scalars)
-        table = block_sparse.table(indptr, indices, block_rows, block_cols, qo_len, kv_len)
-        block_sparse.refuse_positions(self._served.manifest)
-        if block_cols not in self._blocks:
-            self._blocks[block_cols] = self._load(int(block_cols))
-        served = self._blocks[block_cols]
-        shape = replace(self._shape, page_size=block_cols, tile_kv=served.loaded.entry["tile_kv"])
-        batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
-        self._adopt([table], values, planning.plan(shape, batch), served)
+        heads = self._shape.num_kv_heads
+        matrix = block_sparse.uniform(heads, indptr, indices, block_rows, block_cols, qo_len, kv_len)
+        self._plan_matrix(matrix, self._plan_scalars(scalars))
+
+    def plan_variable_blocks(self, mask: Any, block_row_sizes: Any, block_col_sizes: Any, **scalars: Any) -> None:
+        """Plan attention of one request in blocks of any sizes: row m of blocks sees block column n where mask[m, n].
+
+        block_row_sizes [M] and block_col_sizes [N] are ints from 0, mask [M, N] bool, each with a dimension
+        num_kv_heads before where kv heads differ; all heads have the same rows and keys in all.  The rest is as for
+        plan_block_sparse.  Keys are listed one by one, or in blocks of the sizes' greatest common divisor where that is
+        a multiple of 8.
+        """
+        matrix = block_sparse.variable(self._shape.num_kv_heads, mask, block_row_sizes, block_col_sizes)
+        self._plan_matrix(matrix, self._plan_scalars(scalars))
+
+    def _plan_matrix(self, matrix: block_sparse.Matrix, values: tuple[tuple[int, str, int | float], ...]) -> None:
+        size = matrix.block_cols
+        if size not in self._blocks:
+            self._blocks[size] = self._load("blocks", size)
+        served = self._blocks[size]
+        shape = replace(self._shape, page_size=size, tile_kv=served.loaded.entry["tile_kv"])
+        made = block_sparse.plan(shape, matrix)
+        exact = matrix.exact and block_sparse.reads_kv_len(served.manifest)
+        planned = Planned(served, matrix.needs, values, matrix.kv_len if exact else None)
+        self._adopt(planned, made, [matrix.columns])
 
     def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
         """(place, name, value) of the scalars given to a plan."""
         if self._capturing():
             raise ValueError("plan: expected outside a graph capture, found one; capture run, and plan before a replay")
-        if not given:
-            return ()
         for name in given:
             if name in self._parameters.tensors:
                 raise TypeError(f"{name}: expected in run, since it is a tensor, found in a plan")
@@ -214,32 +228,24 @@ class BatchAttention:
         """What plans may leave out, with these values of scalars."""
         if self._visible is None:
             return None
-        if self._bound is not None and self._bound[0] == values:  # as in most steps
-            return self._bound[1]
         flags = {s.name for s in self._spec.scalars if s.type == "bool"}
         known = {name: bool(value) if name in flags else value for _, name, value in values}
-        self._bound = values, self._visible.bind({**known, "group_size": self._shape.group_size})
-        return self._bound[1]
+        return self._visible.bind({**known, "group_size": self._shape.group_size})
 
-    def _adopt(
-        self, tables: Sequence[serving.Table], values: Any, made: planning.Plan, blocks: Served | None = None
-    ) -> None:  # fmt: skip
-        """Copy a plan to the device and take it as the present one; nothing has changed where that is refused."""
-        served = blocks or self._served
-        if self._held_pages and served.page_size not in self._held_pages:
+    def _adopt_tables(self, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
+        planned = Planned(self._served, serving.needs(tables), tuple(values))
+        self._adopt(planned, made, [t.kv_indices for t in tables if t.kv_indices is not None])
+
+    def _adopt(self, planned: Planned, made: planning.Plan, ids: Sequence[np.ndarray]) -> None:
+        """Copy a plan with its page ids to the device and take it as the present one; nothing has changed where that
+        is refused."""
+        if self._held_kinds and planned.served.kind not in self._held_kinds:
             raise ValueError(
                 "plan: expected keys that lie as those of captured runs, found blocks beside pages or rows"
             )
-        needs = serving.needs(tables)
         hint = "; a captured run holds it"
-        serving.check_fit([limit for limit in self._held if limit[0] != "rows"], needs, True, hint)
-        if self._held_rows and needs["rows"] > max(self._held_rows.values()):
-            raise ValueError(
-                f"qo_indptr: expected at most {max(self._held_rows.values())} rows, which q has in captured runs, "
-                f"found {needs['rows']}; another BatchAttention can plan them"
-            )
-        self._check_held_scalars(values)
-        ids = [t.kv_indices for t in tables if t.kv_indices is not None]
+        serving.check_fit([limit for limit in self._held if limit[0] != "rows"], planned.needs, True, hint)
+        self._check_held_scalars(planned.scalars)
         self._make_room(sum(map(len, ids)))
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
             made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
@@ -247,7 +253,7 @@ class BatchAttention:
         if made.row_request is not None and made.requests is not None:
             parts |= {"row_request": made.row_request, "requests": made.requests}
         self._arena.upload(parts, ids)
-        self._planned = Planned(served, needs, tuple(values), blocks is not None)
+        self._planned = planned
 
     def _check_held_scalars(self, values: Sequence[tuple[int, str, int | float]]) -> None:
         """ValueError where no graph could follow a plan that relies on these scalars.  Runs captured under one plan are
@@ -294,8 +300,8 @@ class BatchAttention:
         """
         if (type(kv) is not tuple and type(kv) is not list) or len(kv) != 2:
             raise TypeError(f"kv: expected a pair (k, v), found {serving.described(kv)}")
-        if self._planned is not None and self._planned.blocks:
-            kv = block_sparse.in_blocks(kv, self._planned.served.page_size)
+        if self._planned is not None and self._planned.served.blocks:
+            kv = block_sparse.as_rows(kv, self._planned.served.page_size, self._planned.keys)
         tensors, scalars = (q, *kv), ()
         if params or self._spec.names:
             scalars, given = self._parameters.split(params)
@@ -315,7 +321,7 @@ class BatchAttention:
         if lse is not None:
             given += (lse,)
         try:
-            signature = (planned.served.page_size, out is None, lse is None, return_lse)
+            signature = (planned.served.kind, out is None, lse is None, return_lse)
             for t in given:
                 signature += (t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
             bound = self._bindings.get(signature)
@@ -345,9 +351,7 @@ class BatchAttention:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
         self._held.update(bound.limits)
-        rows = min(has for key, _, has in bound.limits if key == "rows")
-        self._held_rows[self._planned] = min(rows, self._held_rows.get(self._planned, rows))
-        self._held_pages.add(self._planned.served.page_size)
+        self._held_kinds.add(self._planned.served.kind)
         self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 
     def _bind(
@@ -356,7 +360,7 @@ class BatchAttention:
         """Check everything that a signature tells, and prepare its launch."""
         spec = self._spec
         heads = (self._shape.num_qo_heads, self._shape.num_kv_heads)
-        sizes = serving.check_run(spec, heads, served.page_size, self._device, *tensors[:3])
+        sizes = serving.check_run(spec, heads, served.pages, self._device, *tensors[:3])
         q, k, _, *rest = tensors
         for param, t in zip(spec.tensors, rest, strict=True):
             check.check_tensor(param, t, sizes, spec, q.device)

@@ -23,7 +23,8 @@ from attncc.runtime.workspace import Workspace
 
 MAX_BINDINGS = 1024
 MISALIGNED = ALIGNMENT - 1
-KERNELS = {"dense": "forward", "ragged": "serve", "paged": "serve"}  # layout -> the kernel that an artifact must hold
+# layout -> the kernel that an artifact must hold
+KERNELS = {"dense": "forward", "ragged": "serve", "paged": "serve", "blocks": "serve"}
 
 
 class Kernel:
@@ -95,7 +96,8 @@ class Kernel:
         return self._run(tensors, scalars, out, lse, return_lse)
 
     def serving(self, layout: str, page_size: int | None = None) -> Artifact:
-        """The variant's artifact for `layout`, "dense", "ragged" or "paged" (with pages of `page_size` rows).
+        """The variant's artifact for `layout`: "dense", "ragged", "paged" (with pages of `page_size` rows) or "blocks"
+        (of `page_size` keys).
 
         Built or found in the cache where `attncc.compile` made this kernel.  Raises ValueError where it came from an
         artifact directory of another layout.

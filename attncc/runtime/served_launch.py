@@ -22,12 +22,16 @@ SCRATCH = ("tickets", "counters", "part_o", "part_lse")
 
 
 class Served:
-    """What all runs over one kind of storage have in common: pages of one size, or (page_size None) ragged keys."""
+    """What all runs over one kind of storage have in common: keys in pages of one size, ragged, or listed in blocks of
+    one size.  `pages`: rows of a page of k and v; None: k and v are rows."""
 
     def __init__(self, loaded: launch.Loaded, manifest: Mapping[str, Any]):
         self.loaded, self.manifest = loaded, manifest
         self.spec = Spec.of(manifest, loaded.driver.device_type)
-        self.page_size: int | None = manifest["page_size"]
+        self.page_size: int | None = manifest["page_size"]  # ... or keys of a block
+        self.blocks = manifest["layout"] == "blocks"
+        self.pages = None if self.blocks else self.page_size
+        self.kind = (manifest["layout"], self.page_size)
 
     def bind(
         self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
@@ -35,7 +39,7 @@ class Served:
         """The launch of a run with tensors like q, k, v, parameters, and `out`.  ValueError where the kernel can't
         address k or v."""
         q, k, v, *rest = tensors
-        if self.page_size is None:
+        if self.pages is None:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
         fields = {
             "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
@@ -58,6 +62,8 @@ class Served:
             binding.set_maps({f"map_{name}": self._map(name, t) for name, t in (("k", k), ("v", v))})
         else:
             for name, strides in units.items():
+                if self.blocks and self.page_size:  # runs of rows; kernels count modulo 2³²
+                    strides[0] = (strides[1] * self.page_size + 2**31) % 2**32 - 2**31
                 fields |= {f"{name}_{d}_stride": s for d, s in zip(("page", "row", "head"), strides, strict=True)}
         binding.set_fields(fields)
         for name, address in addresses.items():

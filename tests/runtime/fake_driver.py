@@ -130,8 +130,11 @@ SERVED_SIZES = (
 )  # fmt: skip
 
 
-def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=None, positions=(), **options):
-    """The manifest of a served kernel; `page_size` None: ragged.  `positions`: what of them the variant reads."""
+def served_manifest(
+    page_size=16, source="tma", scalars=(), tensors=(), visible=None, positions=(), blocks=False, **options
+):  # fmt: skip
+    """The manifest of a served kernel; `page_size` None: ragged, else pages, or `blocks`, of so many rows.
+    `positions`: what of them the variant reads."""
     made = manifest(scalars=scalars, tensors=tensors, **options)
     if source == "tma":
         names = [("map_k", "tensormap"), ("map_v", "tensormap")]
@@ -151,8 +154,8 @@ def served_manifest(page_size=16, source="tma", scalars=(), tensors=(), visible=
         "tma": {"map_k": box, "map_v": box} if source == "tma" else {},
     }  # fmt: skip
     return {
-        **made, "layout": "ragged" if page_size is None else "paged", "page_size": page_size, "visible": visible,
-        "positions": list(positions),
+        **made, "layout": "ragged" if page_size is None else "blocks" if blocks else "paged", "page_size": page_size,
+        "visible": visible, "positions": list(positions),
         "kernels": {"serve": kernel},
     }  # fmt: skip
 

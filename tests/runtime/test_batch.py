@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import FakeDriver, artifact, served_artifact
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
@@ -311,73 +309,6 @@ def test_a_prefix_that_pays_is_found(driver):
     assert lists[1] == {tuple(range(200)), *((200 + b,) for b in range(8))}
 
 
-# ---------------------------------------------------------------------- blocks
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data())
-def test_every_row_of_a_block_sparse_layout_sees_its_keys_once(data):
-    """Keys that a row is given by the items, against those that the layout says, cut short by kv_len."""
-    rows_, cols = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([1, 5, 16]))
-    sees = data.draw(st.lists(st.sets(st.integers(0, 7)), max_size=5))
-    top = max((max(x) for x in sees if x), default=0) + 1
-    kv_len = data.draw(st.none() | st.integers((top - 1) * cols + 1, 8 * cols))
-    qo_len = data.draw(st.none() | st.integers((len(sees) - 1) * rows_ + 1, len(sees) * rows_)) if sees else None
-    driver = FakeDriver(sms=4)
-    attn = attention(driver, page_size=cols)
-    columns = [page for x in sees for page in data.draw(st.permutations(sorted(x)))]
-    indptr = np.cumsum([0, *map(len, sees)])
-    attn.plan_block_sparse(indptr, [*columns, -1], block_rows=rows_, block_cols=cols, qo_len=qo_len, kv_len=kv_len)
-    seen = {}
-
-    def collect(values):
-        for item, pages in zip(*plan_of(values), strict=True):
-            local = np.arange(item[planning.BEGIN], item[planning.END])
-            first, last = (int(x) // 4 for x in (item[planning.ROW0], item[planning.ROW0] + item[planning.ROWS] - 1))
-            for row in range(first, last + 1):
-                seen.setdefault(row, []).extend((pages[local // cols] * cols + local % cols).tolist())
-
-    driver.on_launch = collect
-    total = len(sees) * rows_ if qo_len is None else qo_len
-    attn.run(rows(total, 8, 128), (rows(8, cols, 2, 128),) * 2)
-    assert {row: sorted(keys) for row, keys in seen.items() if keys} == {
-        row: [
-            j
-            for b in sorted(sees[row // rows_])
-            for j in range(b * cols, (b + 1) * cols)
-            if kv_len is None or j < kv_len
-        ]
-        for row in range(total)
-        if sees[row // rows_]
-    }
-
-
-def test_blocks_over_ragged_keys(driver):
-    """The kernel for such pages is fetched once; k and v are viewed as blocks, and ragged plans go on beside."""
-    asked = []
-    kernel = Kernel(
-        served_artifact(page_size=None), driver,
-        build=lambda layout, page_size: asked.append(page_size) or served_artifact(page_size=page_size),
-    )  # fmt: skip
-    attn = attention(driver, page_size=None, kernel=kernel)
-    q, k = rows(6, 8, 128), rows(40, 2, 128)
-    for _ in range(2):
-        attn.plan_block_sparse([0, 2, 3], [0, 3, 1], block_rows=3, block_cols=8)
-        attn.run(q, (k, k))
-        attn.run(q, (k.view(5, 8, 2, 128),) * 2)
-        attn.plan([0, 6], [0, 40])
-        attn.run(q, (k, k))
-    assert asked == [8]
-    assert [launch.values["page_size"] for launch in driver.launches] == [8, 8, 0] * 2
-    assert [launch.values["map_k"][0] for launch in driver.launches] == [k.data_ptr()] * 6
-    assert [m.dims for m in driver.encoded] == [(128, 8, 2, 5), (128, 40, 2, 1)]
-    driver.capturing = {0}
-    attn.run(q, (k, k))
-    driver.capturing = set()
-    with pytest.raises(ValueError, match="plan: expected keys that lie as those of captured runs"):
-        attn.plan_block_sparse([0, 2, 3], [0, 3, 1], block_rows=3, block_cols=8)
-
-
 # ---------------------------------------------------------------------- memory, graphs, streams
 
 
@@ -427,31 +358,6 @@ def test_a_captured_run_may_have_rows_to_spare(driver):
         attn.run(q, (k, k))
     attn.plan([0, 8], [0, 3], [0, 1, 2], [16])
     attn.run(q, (k, k))
-
-
-def test_no_plan_has_more_rows_than_captured_runs(driver):
-    """A replay would write beyond the captured `out`; of several graphs the one that has room may be replayed."""
-    attn = attention(driver)
-    k, q = rows(4, 16, 2, 128), rows(8, 8, 128)
-
-    def capture(*counts):
-        attn.plan([0, min(counts)], [0, 3], [0, 1, 2], [16])
-        driver.capturing = {0}
-        for count in counts:
-            attn.run(q[:count], (k, k))
-        driver.capturing = set()
-
-    attn.plan([0, 8], [0, 3], [0, 1, 2], [16])
-    capture(4)
-    planned = attn._planned
-    with pytest.raises(ValueError, match="qo_indptr: expected at most 4 rows, which q has in captured runs, found 5"):
-        attn.plan([0, 5], [0, 3], [0, 1, 2], [16])
-    assert attn._planned is planned
-    capture(8, 2)  # two layers of one graph
-    with pytest.raises(ValueError, match="qo_indptr: expected at most 4 rows"):
-        attn.plan([0, 5], [0, 3], [0, 1, 2], [16])
-    attn.plan([0, 4], [0, 3], [0, 1, 2], [16])
-    attn.run(q[:4], (k, k))
 
 
 def test_a_plan_relies_on_the_scalars_of_captured_runs(driver):

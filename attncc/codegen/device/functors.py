@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
 
 
 class Env(NamedTuple):
@@ -83,7 +84,7 @@ class Tile(NamedTuple):
 
     rows: tuple[Row, Row]
     i0: Any
-    stop: Any  # keys from this position on do not exist
+    stop: Any  # keys from this position on do not exist; where keys are listed, from this place in the list on
 
 
 def open_tile(p, fn, env, i0, row0) -> Tile:
@@ -112,16 +113,34 @@ def open_row(p, fn, env, hd, unit, iq, stop) -> Row:
     return Row(env, hd, unit, fn.row(env, hd, i, iq), i, iq, lo, hi)
 
 
+def position(p, tile: Tile, col0, off: int):
+    """Where column `off` after a thread's first column of a block stands: col0 + off, or, where keys are listed in
+    blocks, as the list says (anywhere, for columns past the last key).  Nobody asks memory where nobody uses it."""
+    if p.layout != "blocks":
+        return col0 + off
+    env, alike = tile.rows[0].env, p.chunk or 1  # columns whose blocks are the same
+    start = col0 + off // alike * alike
+    index = Int32(Uint32(start) // Uint32(env.page_size))
+    listed = load_word(env.kv_indices + Int64(env.table + index) * 4, start < tile.stop)
+    return (listed - index) * env.page_size + start + off % alike
+
+
+def load_word(address, ok):
+    """32 bits at an address where ok, else 0: a load that LLVM may share, move and drop."""
+    asm = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
+    arguments = [Int64(address).ir_value(), Int32(ok).ir_value()]
+    return Int32(llvm.inline_asm(Int32.mlir_type, arguments, asm, "=r,l,r", has_side_effects=False))
+
+
 def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
-    """Does key col0 + off exist for row i of the thread?"""
+    """Does the key of column col0 + off exist for row i of the thread?"""
     row = tile.rows[i]
     if p.row_bounds:  # ptxas moves bits of a word to predicates seven at a time
         bits = prefix(row.hi - col0)
         if p.masks_below:
             bits = bits & ~prefix(row.lo - col0)
         return (bits & bit_of(off)) != 0
-    j = col0 + off
-    return (j < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, j)
+    return (col0 + off < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, position(p, tile, col0, off))
 
 
 def prefix(n):
@@ -147,7 +166,7 @@ def row_columns(p, fn, tile: Tile, i: int, col0):
     row = tile.rows[i]
     bk = fn.block(row.env, row.hd, tile.i0, col0)
     where = [(n, c) for n in range(p.tile_kv // 8) for c in range(2)]
-    return {(n, c): fn.col(row.env, row.hd, bk, col0 + (8 * n + c), 8 * n + c) for n, c in where}
+    return {(n, c): fn.col(row.env, row.hd, bk, position(p, tile, col0, 8 * n + c), 8 * n + c) for n, c in where}
 
 
 def ramp_of(p, fn, tile: Tile, col0):
@@ -156,9 +175,9 @@ def ramp_of(p, fn, tile: Tile, col0):
     return rows[0], rows[-1]
 
 
-def score_of(fn, tile: Tile, i: int, cl, dot, j, seen):
+def score_of(p, fn, tile: Tile, i: int, cl, dot, col0, off: int, seen):
     row = tile.rows[i]
-    return fn.score(row.env, row.hd, row.rw, cl, dot, row.i, j, seen)
+    return fn.score(row.env, row.hd, row.rw, cl, dot, row.i, position(p, tile, col0, off), seen)
 
 
 def shift_of(fn, tile: Tile, i: int):

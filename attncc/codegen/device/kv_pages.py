@@ -50,8 +50,6 @@ def look_up_box(p, item, n, lists, sizes):
     lane = cute.arch.lane_idx()
     local = n * p.tile_kv + lane * p.chunk
     page, row = locate(local, (lane < p.tile_kv // p.chunk) & (local < item.keys), item.table, lists, sizes)
-    if p.layout == "blocks":  # which all follow one another
-        return ((page * sizes.page_size + row) // p.chunk,)
     return page, row // p.chunk
 
 
@@ -74,7 +72,7 @@ def units_of(cache: Cache, places, g):
 class Boxes:
     """Smem boxes and gmem coordinates of one item's blocks, for TMA."""
 
-    def __init__(self, p, what: str, atom, sB, item):
+    def __init__(self, p, what: str, atom, sB, item, sizes):
         tile = p.tile_qk if what == "k" else p.tile_vo
         shape = (p.chunk, tile) if what == "k" else (tile, p.chunk)
         every = coords(tile, what == "v")
@@ -88,6 +86,7 @@ class Boxes:
         divided = cute.zipped_divide(sB, shape)  # ((box), (boxes, slots))
         self.dst, self.src = cpasync.tma_partition(atom, 0, cute.make_layout(1), divided, cute.group_modes(gB, 0, 2))
         self.what, self.nbytes = what, p.chunk * tile * 2
+        self.a_page = sizes.page_size // p.chunk
 
 
 def box_place(what: str, c: int, slot):
@@ -104,10 +103,12 @@ def issue_boxes(p: cutlass.Constexpr, boxes: cutlass.Constexpr, atom, ring: cutl
         )  # fmt: skip
     else:
         for c in cutlass.range_constexpr(p.tile_kv // p.chunk):
-            at = [cute.arch.shuffle_sync(x, c) for x in places]
+            page, row = cute.arch.shuffle_sync(places[0], c), cute.arch.shuffle_sync(places[1], c)
+            # pages of their own, or all in one
+            at = (row + page * boxes.a_page,) if const_expr(p.layout == "blocks") else (row, page)
             if c < count:
                 cute.copy(
-                    atom, boxes.src[(None, *at[::-1])], boxes.dst[None, box_place(boxes.what, c, slot)],
+                    atom, boxes.src[(None, *at)], boxes.dst[None, box_place(boxes.what, c, slot)],
                     tma_bar_ptr=ring.full + slot,
                 )  # fmt: skip
 
@@ -186,7 +187,7 @@ def stream_boxes(
         release(item_ring, it, lead)
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
-            boxes = Boxes(p, what, atom, sB, item)
+            boxes = Boxes(p, what, atom, sB, item, sizes)
             places = look_up_box(p, item, n, lists, sizes)
             for k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places

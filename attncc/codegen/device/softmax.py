@@ -96,7 +96,7 @@ def touch(p, fn, S, tile, col0, units, masked: bool):
         for e in row_elems(i, p.tile_kv):
             cl, off = cls[i][e[2], e[1]], 8 * e[2] + e[1]
             seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
-            y = score_of(fn, tile, i, cl, S[e], col0 + off, seen) * units[i]
+            y = score_of(p, fn, tile, i, cl, S[e], col0, off, seen) * units[i]
             S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
 
 
@@ -125,7 +125,7 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
     else:
         cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True
-        score = lambda s, i, c, n: score_of(fn, tile, i, cls[i][n, c], s, col0 + (8 * n + c), may_read)  # noqa: E731
+        score = lambda s, i, c, n: score_of(p, fn, tile, i, cls[i][n, c], s, col0, 8 * n + c, may_read)  # noqa: E731
         exponentials(p, S, P, part, lambda s, i, c, n: score(s, i, c, n) * unit[i] - base[i])
     s0, s1 = part[0] + part[1], part[2] + part[3]
     stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
@@ -199,7 +199,7 @@ def put_weights(p, fn, S, P, tile, col0, masked: bool):
             for c in range(2):
                 cl, off = cls[i][n, c], 8 * n + c
                 seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
-                y = score_of(fn, tile, i, cl, S[i, c, n], col0 + off, seen)
+                y = score_of(p, fn, tile, i, cl, S[i, c, n], col0, off, seen)
                 w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)
             P[2 * n + i] = pack(p, w[0], w[1])
 

@@ -29,7 +29,7 @@ def position_range(
 ):
     """(lo, hi, clear_lo, clear_hi, i0, i1, may the mask be asked about blocks of rows i0 … i1) of a packed tile."""
     together = Boolean(owner.request >= 0)
-    if const_expr(p.ranges_by_row):
+    if const_expr(p.ranges_by_row and p.layout != "blocks"):
         together = Boolean(False)
     lo, hi, clear_lo, clear_hi = Int32(FAR), Int32(-FAR), Int32(-FAR), Int32(FAR)
     i0, i1 = offset, offset
@@ -38,7 +38,10 @@ def position_range(
         last = (row0 + rows - 1) // sizes.group_size - owner.q_start
         i0, i1 = first + owner.kv_len - owner.qo_len, last + owner.kv_len - owner.qo_len
         env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
-        lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+        if const_expr(p.layout == "blocks"):  # all keys of the list; those that a mask hides may be anywhere in it
+            lo, hi, clear_lo, clear_hi = Int32(0), keys, Int32(0), Int32(0) if p.mask else keys
+        else:
+            lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
     else:
         # of several requests, or of heads that see other keys: what any row sees, and what all do
         for k in cutlass.range((rows + 31) // 32, unroll=1):

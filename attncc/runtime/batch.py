@@ -59,8 +59,9 @@ class BatchAttention:
     bytes each; None: what plans can use, but at most 256 MiB.
 
     Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan, as long
-    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan may have no more query
-    rows than q had, and one that needs more of k, v or the parameters, or relies on other scalars, is refused.
+    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan that has more query rows
+    than q had, needs more of k, v or the parameters, or relies on other scalars, is refused.  Where several graphs are
+    captured, the plan fits one of them, and that one may be replayed.
 
     Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
     time.  Objects know nothing of each other.
@@ -100,12 +101,14 @@ class BatchAttention:
         )  # fmt: skip
         self._shape = shape if partial_rows is not None else replace(shape, partial_rows=default_partial_rows(shape))
         self._arena = self._make_arena()
+        self._bound: tuple[Any, Any] | None = None  # scalars of the last plan, and what they show
         self._planned: Planned | None = None
         self._bindings: dict[tuple, Any] = {}
         self._blocks: dict[int, Served] = {}
         self._held: set[serving.Limit] = set()  # what tensors of captured runs have,
         self._held_kinds: set[tuple[str, int | None]] = set()  # how these lie,
-        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and the scalars, by plan
+        self._held_rows: dict[Planned, int] = {}  # and by plan their query rows,
+        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and scalars
         self._lock = threading.Lock()
 
     def _load(self, layout: str, page_size: int | None = None) -> Served:
@@ -212,6 +215,8 @@ class BatchAttention:
         """(place, name, value) of the scalars given to a plan."""
         if self._capturing():
             raise ValueError("plan: expected outside a graph capture, found one; capture run, and plan before a replay")
+        if not given:
+            return ()
         for name in given:
             if name in self._parameters.tensors:
                 raise TypeError(f"{name}: expected in run, since it is a tensor, found in a plan")
@@ -228,9 +233,12 @@ class BatchAttention:
         """What plans may leave out, with these values of scalars."""
         if self._visible is None:
             return None
+        if self._bound is not None and self._bound[0] == values:  # as in most steps
+            return self._bound[1]
         flags = {s.name for s in self._spec.scalars if s.type == "bool"}
         known = {name: bool(value) if name in flags else value for _, name, value in values}
-        return self._visible.bind({**known, "group_size": self._shape.group_size})
+        self._bound = values, self._visible.bind({**known, "group_size": self._shape.group_size})
+        return self._bound[1]
 
     def _adopt_tables(self, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
         planned = Planned(self._served, serving.needs(tables), tuple(values))
@@ -245,6 +253,11 @@ class BatchAttention:
             )
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], planned.needs, True, hint)
+        if self._held_rows and planned.needs["rows"] > max(self._held_rows.values()):
+            raise ValueError(
+                f"qo_indptr: expected at most {max(self._held_rows.values())} rows, which q has in captured runs, "
+                f"found {planned.needs['rows']}; another BatchAttention can plan them"
+            )
         self._check_held_scalars(planned.scalars)
         self._make_room(sum(map(len, ids)))
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
@@ -351,6 +364,8 @@ class BatchAttention:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
         self._held.update(bound.limits)
+        rows = min(has for key, _, has in bound.limits if key == "rows")
+        self._held_rows[self._planned] = min(rows, self._held_rows.get(self._planned, rows))
         self._held_kinds.add(self._planned.served.kind)
         self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 

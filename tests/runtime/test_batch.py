@@ -360,6 +360,31 @@ def test_a_captured_run_may_have_rows_to_spare(driver):
     attn.run(q, (k, k))
 
 
+def test_no_plan_has_more_rows_than_captured_runs(driver):
+    """A replay would write beyond the captured `out`; of several graphs the one that has room may be replayed."""
+    attn = attention(driver)
+    k, q = rows(4, 16, 2, 128), rows(8, 8, 128)
+
+    def capture(*counts):
+        attn.plan([0, min(counts)], [0, 3], [0, 1, 2], [16])
+        driver.capturing = {0}
+        for count in counts:
+            attn.run(q[:count], (k, k))
+        driver.capturing = set()
+
+    attn.plan([0, 8], [0, 3], [0, 1, 2], [16])
+    capture(4)
+    planned = attn._planned
+    with pytest.raises(ValueError, match="qo_indptr: expected at most 4 rows, which q has in captured runs, found 5"):
+        attn.plan([0, 5], [0, 3], [0, 1, 2], [16])
+    assert attn._planned is planned
+    capture(8, 2)  # two layers of one graph
+    with pytest.raises(ValueError, match="qo_indptr: expected at most 4 rows"):
+        attn.plan([0, 5], [0, 3], [0, 1, 2], [16])
+    attn.plan([0, 4], [0, 3], [0, 1, 2], [16])
+    attn.run(q[:4], (k, k))
+
+
 def test_a_plan_relies_on_the_scalars_of_captured_runs(driver):
     attn = attention(driver, scalars=[("window", "i32", None)], visible=WINDOW)
     k, q = rows(4, 16, 2, 128), rows(1, 8, 128)

@@ -8,15 +8,14 @@ of the plan, so that the bits do not depend on who that is.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from .epilogue import BAR_STORE, close_row
 from .functors import NEG_INF
-from .packed import word
+from .packed import SOURCES, TARGET_WORDS, word
 
 BAR_FREE, BAR_READY, BAR_TAKEN = 1, 2, 3  # the exchange buffer: may be written, has been written, has been read
-BAR_STORED = 4  # all partial rows of an item lie in memory; 7: those of an item that the first warpgroup ends alone
-BAR_ARRIVED = 5  # ... 6: one a warpgroup
+BAR_STORED = 4  # the partial rows of an item, and who merges them; 5: of one that the first warpgroup ends alone
 
 
 def exchange_slice(exchange, k: int, t):
@@ -108,19 +107,27 @@ def store_partial(
 
 
 @cute.jit
-def arrive(lists, sizes, target: Int32, g: Int32, sources: Int32, flags, t: Int32, w: Int32, turn: Int32):
-    """True for the warpgroup that is the last one at a target: then all of its pieces can be read."""
-    flag = cute.make_tensor(flags + (2 * w + (turn & 1)), cute.make_layout(1))
-    if t == 0:
-        counter = lists.counters + (target * sizes.num_kv_heads + g)
-        cute.arch.fence_acq_rel_gpu()
-        seen = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-        if seen == sources - 1:
-            cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
+def arrive(lists, sizes, item, first: Int32, flags, t: Int32, w: Int32, threads: Int32, barrier: Int32):
+    """Which of targets first … first + 31 of an item lack no piece any more, as a word, for all `threads` threads: these
+    merge them.  A lane a target: a hundred requests that share a prefix must not wait for one another."""
+    flag = cute.make_tensor(flags + ((first >> 5) & 1), cute.make_layout(1))
+    if (t < 32) & (w == 0):
+        complete = Boolean(False)
+        if first + t < item.targets:
+            number = item.target0 + first + t
+            sources = word(lists.targets, number * TARGET_WORDS + SOURCES)
+            counter = lists.counters + (number * sizes.num_kv_heads + item.g)
             cute.arch.fence_acq_rel_gpu()
-        flag[0] = Int32(seen == sources - 1)
-    cute.arch.barrier(barrier_id=BAR_ARRIVED + w, number_of_threads=128)
-    return flag[0] != 0
+            seen = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
+            complete = Boolean(seen == sources - 1)
+            if complete:
+                cute.arch.atomic_exch(counter, Int32(0), sem="relaxed", scope="gpu")
+            cute.arch.fence_acq_rel_gpu()
+        found = cute.arch.vote_ballot_sync(complete)
+        if t == 0:
+            flag[0] = found
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
+    return flag[0]
 
 
 @cute.jit

@@ -17,7 +17,7 @@ from cutlass import Int32
 from .functors import Env, Tile, open_row, unit_of
 from .ring import warp_uniform
 
-RECORD_WORDS, TARGET_WORDS = 16, 8
+RECORD_WORDS, TARGET_WORDS, SOURCES = 16, 8, 4  # ... and which word of a target counts its pieces
 RECORD = (
     "request", "head", "row0", "rows", "key_begin", "key_end", "keys", "offset", "table", "target0", "targets", "delta",
     "q_start", "qo_len", "kv_len", "spare",

@@ -153,46 +153,48 @@ def conclude(
     r_in, c_in = (t // 32) * 16 + (t % 32) // 4, (t % 4) * 2
     whole = item.targets == 0
     base, total = totals(p, fn, state, tile)
-    turns, wgs = Int32(1), cutlass.select_(item.split != 0, Int32(1), Int32(2))
     first = item.row0 + local
     rows = cutlass.max(cutlass.min(item.rows - local, 64), 0)
+    wgs = 2 - item.split
+    barrier = BAR_STORED + item.split  # not one for both: the second warpgroup may already be at its next item
     if not whole:
         store_partial(p, fn, O, base, total, tile, item, local + r_in, c_in, lists, sizes)
-        # not one barrier for both: the second warpgroup may already be at the end of its next item
-        alone = wgs == 1
-        cute.arch.barrier(barrier_id=cutlass.select_(alone, BAR_STORED + 3, BAR_STORED), number_of_threads=128 * wgs)
-        turns = (item.targets - w + wgs - 1) // wgs
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * wgs)
     log2 = cute.make_rmem_tensor((2,), cutlass.Float32)
-    for k in cutlass.range(turns, unroll=1):
-        go = Boolean(True)
+    for c in cutlass.range(cutlass.max((item.targets + 31) // 32, 1), unroll=1):
+        todo, turn = Int32(1), w
         if not whole:
-            number = item.target0 + w + k * wgs
-            target = target_of(lists, number)
-            go = arrive(lists, sizes, number, item.g, target.sources, flags, t, w, k)
-            if go:
-                owner = Owner(target.request, target.q_start, target.qo_len, target.kv_len)
-                tile = open_packed(
-                    p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys, item.i0,
-                    lists, sizes,
-                )  # fmt: skip
-                if target.rows <= few_rows(p):
-                    stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
-                    base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
-                else:
-                    base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
-                first, rows = target.row0, target.rows
-        if go:
-            log2.fill(0.0)
-            if const_expr(p.scan == "softmax"):
-                for i in cutlass.range_constexpr(2):
-                    inv, l2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
-                    for e in row_elems(i, p.tile_vo):
-                        O[e] = O[e] * inv
-                    log2[i] = LN2 * l2
-                store_packed_lse(lse, log2, tile, r_in, rows, c_in)
-            if const_expr(p.epilogue):
-                finish_rows(p, fn, O, tile, log2, c_in)
-            store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
+            todo = arrive(lists, sizes, item, c * 32, flags, t, w, 128 * wgs, barrier)
+            turn = Int32(0)
+        while todo != 0:
+            bit = cute.arch.popc((todo & -todo) - 1)
+            todo = todo & (todo - 1)
+            if turn == w:
+                if not whole:
+                    target = target_of(lists, item.target0 + c * 32 + bit)
+                    owner = Owner(target.request, target.q_start, target.qo_len, target.kv_len)
+                    tile = open_packed(
+                        p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys,
+                        item.i0, lists, sizes,
+                    )  # fmt: skip
+                    if target.rows <= few_rows(p):
+                        stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
+                        base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
+                    else:
+                        base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
+                    first, rows = target.row0, target.rows
+                log2.fill(0.0)
+                if const_expr(p.scan == "softmax"):
+                    for i in cutlass.range_constexpr(2):
+                        inv, l2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
+                        for e in row_elems(i, p.tile_vo):
+                            O[e] = O[e] * inv
+                        log2[i] = LN2 * l2
+                    store_packed_lse(lse, log2, tile, r_in, rows, c_in)
+                if const_expr(p.epilogue):
+                    finish_rows(p, fn, O, tile, log2, c_in)
+                store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
+            turn = (turn + 1) % wgs
 
 
 class Target:
@@ -323,7 +325,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     bars = smem.allocate_array(Int64, 2 * sum(stages))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
-    flags = smem.allocate_array(Int32, 2 * p.warpgroups)
+    flags = smem.allocate_array(Int32, 2)
     wanted = smem.allocate_array(Int64, 1)
     k_ring = Ring(bars, p.k_stages)
     v_ring = Ring(bars + 2 * stages[0], p.v_stages)

@@ -108,8 +108,8 @@ def store_partial(
 
 @cute.jit
 def arrive(lists, sizes, item, first: Int32, flags, t: Int32, w: Int32, threads: Int32, barrier: Int32):
-    """Which of targets first … first + 31 of an item lack no piece any more, as a word, for all `threads` threads: these
-    merge them.  A lane a target: a hundred requests that share a prefix must not wait for one another."""
+    """Which of targets first … first + 31 of an item lack no piece any more, as a word, for all `threads` threads:
+    these merge them.  A lane a target: a hundred requests that share a prefix must not wait for one another."""
     flag = cute.make_tensor(flags + ((first >> 5) & 1), cute.make_layout(1))
     if (t < 32) & (w == 0):
         complete = Boolean(False)

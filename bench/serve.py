@@ -1,6 +1,6 @@
 """Serving figures: decode as a share of the read ceiling, paged prefill beside dense, host time, appending, merging.
 
-    python bench/serve.py [--cases decode,prefill,host,append,merge] [--rounds N] [--pages 16,1]
+    python bench/serve.py [--cases decode,prefill,prefix,host,append,merge] [--rounds N] [--pages 16,1]
 
 Needs a Hopper GPU and triton.  bf16, 32 query heads, 8 kv heads, head dimension 128, causal.  What is compared runs in
 the same rounds, which start with another contender each time; medians count.  A decode figure is the time of one run
@@ -210,16 +210,60 @@ def prefill(pages: list[int], rounds: int, batch: int = 4, length: int = 4096) -
     return rows
 
 
+# ---------------------------------------------------------------------- shared prefixes
+
+
+def shared_table(batch: int, shared: int, own: int, page_size: int) -> tuple[Tensor, ...]:
+    """Arguments of plan for decode rows whose first `shared` keys lie in the same pages."""
+    prefix, rest = shared // page_size, -(-own // page_size)
+    ids = np.random.default_rng(batch).permutation(prefix + batch * rest)
+    table = [np.concatenate([ids[:prefix], part]) for part in np.split(ids[prefix:], batch)]
+    last = [(shared + own - 1) % page_size + 1] * batch
+    arrays = (np.arange(batch + 1), np.arange(batch + 1) * (prefix + rest), np.concatenate(table), last)
+    return tuple(torch.from_numpy(np.asarray(a)).int() for a in arrays)
+
+
+def prefix(rounds: int, page_size: int = 16) -> list[list[str]]:
+    """Decode of requests that start alike: every request for itself, and with shared_prefix="auto"."""
+    rows = []
+    for batch, shared, own in ((16, 32768, 512), (64, 8192, 256), (128, 2048, 512), (32, 1024, 1024)):
+        indices = shared_table(batch, shared, own, page_size)
+        caches = [[randn(int(indices[2].max()) + 1, page_size, KV_HEADS, HEAD_DIM) for _ in "kv"] for _ in range(4)]
+        q = randn(batch, HEADS, HEAD_DIM)
+        outs, plans, calls = {}, {}, {}
+        for mode in (None, "auto"):
+            attn, out = attention(page_size, batch, batch), torch.empty_like(q)
+            attn.plan(*indices, shared_prefix=mode)
+            graph = torch.cuda.CUDAGraph()
+            attn.run(q, caches[0], out=out)
+            with torch.cuda.graph(graph):
+                for n in range(RUNS):
+                    attn.run(q, caches[n % 4], out=out)
+            plans[mode] = plan_microseconds(attn, indices, 20, shared_prefix=mode)
+            outs[mode], calls[mode] = out, (graph, attn)
+        found: dict[str | None, list[float]] = {mode: [] for mode in calls}
+        for _ in range(rounds):
+            for mode, (graph, _attn) in calls.items():
+                found[mode].append(statistics.median(milliseconds(graph.replay) for _ in range(5)) * 1e3 / RUNS)
+        assert float((outs[None].float() - outs["auto"].float()).norm() / outs[None].float().norm()) < 1e-2
+        flat, auto = (statistics.median(f) for f in found.values())
+        rows.append([f"B{batch}, {shared} shared, {own} own", f"{flat:.1f}", f"{auto:.1f}", f"{flat / auto:.2f}"])
+        rows[-1] += [f"{plans[None]:.0f}", f"{plans['auto']:.0f}"]
+    return rows
+
+
 # ---------------------------------------------------------------------- host
 
 
-def plan_microseconds(attn: attncc.BatchAttention, indices: Sequence[Tensor], repeats: int = 200) -> float:
+def plan_microseconds(
+    attn: attncc.BatchAttention, indices: Sequence[Tensor], repeats: int = 200, **options: Any
+) -> float:
     """Median host time of plan, the GPU idle before each."""
     found = []
     for _ in range(repeats):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        attn.plan(*indices)
+        attn.plan(*indices, **options)
         found.append(time.perf_counter() - begun)
     return statistics.median(found) * 1e6
 
@@ -310,7 +354,9 @@ def show(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", default="decode,prefill,host,append,merge", help="which tables, separated by commas")
+    parser.add_argument(
+        "--cases", default="decode,prefill,prefix,host,append,merge", help="which tables, separated by commas"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pages", default="16,1", help="page sizes, separated by commas")
     arguments = parser.parse_args()
@@ -322,6 +368,9 @@ def main() -> None:
         tables.append((["decode", "page", "GB/s", "µs", "of the ceiling"], decode(pages, arguments.rounds)))
     if "prefill" in cases:
         tables.append((["prefill", "keys", "TFLOP/s", "ms", "of dense", "of cuDNN"], prefill(pages, arguments.rounds)))
+    if "prefix" in cases:
+        heads = ["shared prefix, page 16", "flat, µs", "auto, µs", "ratio", "plan flat, µs", "plan auto, µs"]
+        tables.append((heads, prefix(arguments.rounds)))
     if "host" in cases:
         tables.append((["host time", "µs"], host(pages)))
     if "append" in cases:

@@ -1,4 +1,5 @@
-"""Timing on a GPU in rotated rounds, against cuDNN and FlexAttention: `attncc bench` and the scripts in bench/.
+"""Timing on a GPU in rotated rounds, against cuDNN, FlexAttention, and for served batches attncc's dense kernel:
+`attncc bench` and the scripts in bench/.
 
 A card at its power limit runs the first kernel after a pause up to 10 % faster, and cards differ by as much.  So every
 figure is compared inside one run only, rounds start with another contender each time, and medians count.
@@ -17,22 +18,36 @@ from torch import Tensor
 from attncc import compiler, flex
 from attncc.diagnostics import Source
 from attncc.ir.nodes import Variant
-from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+from attncc.random_inputs import FLOATS, Inputs, Shape, as_ragged, in_pages, random_inputs
+from attncc.trial import on_kernel
 
 Call = Callable[[], object]
+DEVICE = "cuda"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One variant at one shape: median milliseconds by contender, floating-point operations, and what was left out."""
+    """One variant at one shape: median milliseconds by contender, floating-point operations, and what was left out.
+    `bytes`: of the keys and values that the mask shows, where each is read for one query row (decode)."""
 
     title: str
     milliseconds: dict[str, float]
     flops: float
     notes: tuple[str, ...] = ()
+    bytes: float | None = None
 
     def tflops(self, contender: str) -> float:
         return self.flops / self.milliseconds[contender] / 1e9
+
+    @property
+    def plain(self) -> str | None:
+        """cuDNN's name among the contenders."""
+        return next((name for name in self.milliseconds if name.startswith("cudnn")), None)
+
+    def beside(self, contender: str) -> tuple[str, str]:
+        """Its milliseconds, and over those of attncc; dashes where it was left out."""
+        ms = self.milliseconds.get(contender)
+        return ("–", "–") if ms is None else (f"{ms:.3f}", f"{ms / self.milliseconds['attncc']:.2f}")
 
 
 def require_gpu() -> None:
@@ -69,7 +84,9 @@ def cudnn(inputs: Inputs, *, causal: bool) -> Call:
     return call
 
 
-def flex_attention(variant: Variant, shape: Shape, inputs: Inputs, params: Mapping[str, object]) -> Call:
+def flex_attention(
+    variant: Variant, shape: Shape, inputs: Inputs, params: Mapping[str, object]
+) -> Callable[[], Any]:  # fmt: skip
     """The variant in FlexAttention, compiled; its block mask is made once and not timed."""
     from torch.nn.attention.flex_attention import create_block_mask
     from torch.nn.attention.flex_attention import flex_attention as attention
@@ -130,11 +147,11 @@ def bench_variant(
     """
     options = {**options, "dtype": FLOATS[options["dtype"]]}
     kernel = compiler.compile(source, **options)
-    inputs = random_inputs(variant, shape, dtype=options["dtype"], device="cuda", seed=seed, given=given)
+    inputs = random_inputs(variant, shape, dtype=options["dtype"], device=DEVICE, seed=seed, given=given)
     given_params: dict[str, Any] = inputs.params
     params = {**{p.name: p.default for p in variant.scalars}, **kernel.manifest["const"], **given_params}
     causal = bool(kernel.manifest["kernels"]["forward"]["causal_like"]) and shape.qo_len == shape.kv_len
-    out = torch.empty(*inputs.q.shape[:-1], shape.head_dim_vo, dtype=inputs.q.dtype, device="cuda")
+    out = torch.empty(*inputs.q.shape[:-1], shape.head_dim_vo, dtype=inputs.q.dtype, device=DEVICE)
     plain = f"cudnn {'causal' if causal else 'full'}"
     calls: dict[str, Call] = {
         "attncc": lambda: kernel(inputs.q, inputs.k, inputs.v, out=out, **given_params),
@@ -144,42 +161,91 @@ def bench_variant(
     if rivals:
         reason = flex.unsupported(variant)
         if reason is None:
-            calls["flex"] = flex_attention(variant, shape, inputs, params)
-            _compare(calls["flex"](), calls["attncc"](), notes)
+            calls["flex"] = rival = flex_attention(variant, shape, inputs, params)
+            _compare("FlexAttention", rival().transpose(1, 2), calls["attncc"](), notes)
         else:
             notes.append(f"FlexAttention cannot take {reason}")
     times = {name: statistics.median(found) for name, found in rotated_rounds(calls, rounds).items()}
-    pairs = visible_pairs(variant, shape, params, "cuda")
+    pairs = visible_pairs(variant, shape, params, DEVICE)
     flops = 2.0 * pairs * (shape.head_dim_qk + shape.head_dim_vo)
     return Row(f"{variant.name} {shape}", times, flops, tuple(notes))
 
 
-def _compare(theirs: Any, ours: Any, notes: list[str]) -> None:
+def bench_served(
+    source: Source, variant: Variant, shape: Shape, options: dict[str, Any], *,
+    seed: int = 0, given: dict[str, object] | None = None, rounds: int = 3,
+) -> Row:  # fmt: skip
+    """Time BatchAttention over `shape.batch` requests of one length, in pages in random order or ragged, in rotated
+    rounds with attncc's dense kernel and, where it takes the shape, cuDNN on the same values."""
+    options = {**options, "dtype": FLOATS[options["dtype"]]}
+    inputs = random_inputs(variant, shape, dtype=options["dtype"], device=DEVICE, seed=seed, given=given)
+    kernel = compiler.compile(source, **options)
+    dense = compiler.compile(source, **{**options, "layout": "dense", "page_size": None})
+    calls = served_calls(variant, shape, inputs, kernel, dense, options["page_size"])
+    notes: list[str] = []
+    _compare("the dense kernel", calls["dense"](), calls["attncc"](), notes)
+    causal = bool(dense.manifest["kernels"]["forward"]["causal_like"]) and shape.qo_len == shape.kv_len
+    plain = cudnn(inputs, causal=causal)
+    try:
+        plain()
+    except RuntimeError as e:
+        notes.append(f"cuDNN does not take this shape: {str(e).splitlines()[0]}")
+    else:
+        calls[f"cudnn {'causal' if causal else 'full'}"] = plain
+    times = {name: statistics.median(found) for name, found in rotated_rounds(calls, rounds).items()}
+    params = {**{p.name: p.default for p in variant.scalars}, **dense.manifest["const"], **inputs.params}
+    pairs, dims = visible_pairs(variant, shape, params, DEVICE), shape.head_dim_qk + shape.head_dim_vo
+    each = dims * options["dtype"].itemsize * shape.num_kv_heads / shape.num_qo_heads
+    read = pairs * each if shape.qo_len == 1 else None
+    where = "ragged" if options["page_size"] is None else f"pages of {options['page_size']}"
+    return Row(f"{variant.name} {shape} {where}", times, 2.0 * pairs * dims, tuple(notes), read)
+
+
+def served_calls(
+    variant: Variant, shape: Shape, inputs: Inputs, kernel: Any, dense: Any, page_size: int | None
+) -> dict[str, Call]:  # fmt: skip
+    """Contenders on the same values: "attncc" runs BatchAttention over them in the served layout, "dense" the dense
+    kernel.  Each gives out [B, qo_len, num_qo_heads, head_dim_vo], always the same tensor."""
+    served = as_ragged(variant, inputs)
+    served = served if page_size is None else in_pages(variant, served, page_size, seed=0)
+    outs = [inputs.q.new_empty(*inputs.q.shape[:-1], shape.head_dim_vo) for _ in range(2)]
+    rows, run = outs[0].flatten(0, 1), on_kernel(kernel, served)
+    params: list[dict[str, Any]] = [served.params, inputs.params]
+
+    def planned() -> Tensor:
+        run(out=rows, **params[0])
+        return outs[0]
+
+    return {
+        "attncc": planned, "dense": lambda: dense(inputs.q, inputs.k, inputs.v, out=outs[1], **params[1]),
+    }  # fmt: skip
+
+
+def _compare(rival: str, theirs: Any, ours: Any, notes: list[str]) -> None:
     """A rival that computes something else would be no rival."""
-    a, b = theirs.transpose(1, 2).float(), ours.float()
+    a, b = theirs.float(), ours.float()
     error = float((a - b).norm() / b.norm())
     if not error < 2e-2:
-        notes.append(f"FlexAttention's result differs by {error:.1e}")
+        notes.append(f"the result of {rival} differs by {error:.1e}")
 
 
 def show(rows: Sequence[Row]) -> None:
-    """A table: TFLOP/s of each contender over the keys that the mask shows, and how many times faster attncc is."""
+    """A table: the speed of attncc over the keys that the mask shows, and the others' times over its own (×)."""
     from rich.console import Console
     from rich.table import Table
 
+    rival = "dense" if any("dense" in row.milliseconds for row in rows) else "flex"
+    speeds = ("TFLOP/s", "GB/s") if rival == "dense" else ("TFLOP/s",)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("TFLOP/s, visible keys only")
-    for title in ("attncc", "ms", "cuDNN", "of plain", "×", "flex", "×"):
+    table.add_column("visible keys only")
+    for title in (*speeds, "ms", "cuDNN ms", "of plain", "×", f"{rival} ms", "×"):
         table.add_column(title, justify="right")
     for row in rows:
-        plain = next(name for name in row.milliseconds if name.startswith("cudnn"))
-        ours = row.milliseconds["attncc"]
-        flexed = row.milliseconds.get("flex")
-        table.add_row(
-            row.title, f"{row.tflops('attncc'):.0f}", f"{ours:.3f}",
-            f"{row.milliseconds[plain]:.3f} ms", plain.removeprefix("cudnn "), f"{row.milliseconds[plain] / ours:.2f}",
-            "–" if flexed is None else f"{row.tflops('flex'):.0f}", "–" if flexed is None else f"{flexed / ours:.2f}",
-        )  # fmt: skip
+        ours, plain = row.milliseconds["attncc"], row.plain or "–"
+        speed = [f"{row.tflops('attncc'):.0f}", "–" if row.bytes is None else f"{row.bytes / ours / 1e6:,.0f}"]
+        theirs, times = row.beside(plain)
+        of = plain.removeprefix("cudnn ")
+        table.add_row(row.title, *speed[: len(speeds)], f"{ours:.3f}", theirs, of, times, *row.beside(rival))
     Console(highlight=False, width=120).print(table)
     for row in rows:
         for note in row.notes:

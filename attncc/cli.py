@@ -5,16 +5,24 @@ Every import that costs time stands inside the command that needs it: `check` an
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from attncc.diagnostics import AttnError, Diagnostic, Source
+from attncc.cli_options import (
+    ASSIGNMENT,
+    TARGET,
+    BuildOptions,
+    Target,
+    argument_errors,
+    build_options,
+    check_names,
+    own_values,
+    shape_of,
+    shape_options,
+)
+from attncc.diagnostics import AttnError
 
 if TYPE_CHECKING:
     from attncc.ir.nodes import Variant
@@ -49,175 +57,6 @@ def main() -> None:
 
     FILE:VARIANT names one variant of a file; FILE alone means all of them.
     """
-
-
-# ---------------------------------------------------------------------------------------------------- arguments
-
-
-@dataclass(frozen=True)
-class Target:
-    """FILE or FILE:VARIANT."""
-
-    path: str
-    variant: str | None = None
-
-    def load(self) -> tuple[Source, tuple[Variant, ...]]:
-        """The source and the variants that are meant.  Raises AttnError, also for a variant that isn't there."""
-        from attncc import compiler
-
-        source = Source.read(self.path)
-        variants = compiler.variants(source)
-        if self.variant is None:
-            return source, variants
-        chosen = tuple(v for v in variants if v.name == self.variant)
-        if not chosen:
-            names = [v.name for v in variants]
-            near = difflib.get_close_matches(self.variant, names, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"it has: {', '.join(names)}"
-            raise AttnError([Diagnostic(f"no variant '{self.variant}'", source, hint=hint)])
-        return source, chosen
-
-
-class TargetType(click.ParamType):
-    name = "FILE[:VARIANT]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Target:
-        if isinstance(value, Target):
-            return value
-        path, colon, variant = value.rpartition(":")
-        if os.path.exists(value) or not colon or not variant.isidentifier():
-            return Target(value)  # a file may have ':' in its name
-        return Target(path, variant)
-
-
-class Assignment(click.ParamType):
-    """NAME=VALUE; the value is an integer, a number, or true / false."""
-
-    name = "NAME=VALUE"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, object]:
-        if isinstance(value, tuple):
-            return value
-        name, equals, text = value.partition("=")
-        if not equals or not name.isidentifier():
-            self.fail(f"expected NAME=VALUE, found {value!r}", param, ctx)
-        if text.lower() in ("true", "false"):
-            return name, text.lower() == "true"
-        for number in (int, float):
-            try:
-                return name, number(text)
-            except ValueError:
-                continue
-        self.fail(f"{name}: expected an integer, a number, true or false, found {text!r}", param, ctx)
-
-
-TARGET, ASSIGNMENT = TargetType(), Assignment()
-ARCHITECTURES, LAYOUTS, DTYPES = ("sm_90a",), ("dense", "ragged", "paged"), ("bf16", "f16")
-
-
-@dataclass(frozen=True)
-class BuildOptions:
-    """What a variant does not say and a kernel must know; `const` as given, for all targets together."""
-
-    head_dim: int = 128
-    head_dim_vo: int | None = None
-    dtype: str = "bf16"
-    arch: str = "sm_90a"
-    layout: str = "dense"
-    page_size: int | None = None
-    const: dict[str, object] = field(default_factory=dict)
-
-    def for_variant(self, variant: Variant) -> dict[str, Any]:
-        """Keyword arguments for the compiler: the const values that `variant` has, in their declared types."""
-        return {
-            "variant": variant.name, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
-            "dtype": self.dtype, "layout": self.layout, "page_size": self.page_size,
-            "const": _own_values(variant, self.const, const=True),
-        }  # fmt: skip
-
-
-def build_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that build, run, bench and show share; the command receives them as one `options`."""
-    import functools
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> None:
-        kv_dtype = given.pop("kv_dtype")
-        names = ("head_dim", "head_dim_vo", "dtype", "arch", "layout", "page_size")
-        options = BuildOptions(**{name: given.pop(name) for name in names}, const=dict(given.pop("const")))
-        _refuse_unsupported(options, kv_dtype)
-        command(options=options, **given)
-
-    for option in reversed([
-        click.option("--head-dim", type=int, default=128, show_default=True, metavar="N",
-                     help="Head dimension of q and k: a multiple of 8 up to 256."),
-        click.option("--head-dim-vo", type=int, metavar="N",
-                     help="Head dimension of v and out.  [default: --head-dim]"),
-        click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True,
-                     help="Type of q, k, v and out."),
-        click.option("--kv-dtype", type=click.Choice(["bf16", "f16", "e4m3"]),
-                     help="Type of k and v; for now it must be --dtype."),
-        click.option("--layout", type=click.Choice(LAYOUTS), default="dense", show_default=True,
-                     help="How requests lie in memory; ragged and paged kernels are for BatchAttention."),
-        click.option("--page-size", type=int, metavar="N", help="Rows of a page, with --layout paged."),
-        click.option("--arch", type=click.Choice(ARCHITECTURES), default="sm_90a", show_default=True, help="Target."),
-        click.option("--const", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
-                     help="Value of a const parameter; may be repeated."),
-    ]):  # fmt: skip
-        wrapped = option(wrapped)
-    return wrapped
-
-
-def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None) -> None:
-    if kv_dtype not in (None, options.dtype):
-        raise click.ClickException(
-            f"--kv-dtype {kv_dtype}: keys and values of another type than q are not supported yet; "
-            f"what works: --kv-dtype {options.dtype}"
-        )
-    if options.layout == "paged" and options.page_size is None:
-        raise click.ClickException("--layout paged: expected --page-size N, the rows of a page")
-    if options.layout != "paged" and options.page_size is not None:
-        raise click.ClickException("--page-size: goes with --layout paged")
-
-
-def _refuse_served(options: BuildOptions, command: str) -> None:
-    """`run` and `bench` make dense batches."""
-    if options.layout != "dense":
-        raise click.ClickException(f"--layout {options.layout}: {command} takes --layout dense only, others are built")
-
-
-def _own_values(variant: Variant, given: dict[str, object], *, const: bool | None) -> dict[str, object]:
-    """Those of the `given` values that belong to scalars of `variant`; an integer becomes a float for an f32.
-
-    `const`: true for const parameters, false for run-time ones, None for both.
-    """
-    kinds = {p.name: p.type.elem for p in variant.scalars if const in (None, p.const)}
-    values: dict[str, object] = {}
-    for name, value in given.items():
-        if name in kinds:
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            values[name] = float(value) if whole and kinds[name] == "f32" else value  # type: ignore[arg-type]
-    return values
-
-
-def _check_names(variants: Sequence[Variant], given: dict[str, object], option: str, *, const: bool | None) -> None:
-    """Every NAME of --const or --set belongs to one of the variants at least."""
-    known = {p.name for v in variants for p in v.scalars if const in (None, p.const)}
-    for name in given:
-        if name not in known:
-            kind = "scalar" if const is None else "const parameter" if const else "run-time scalar"
-            raise click.ClickException(
-                f"{option} {name}: no {kind} of that name; there is: {', '.join(sorted(known)) or 'none'}"
-            )
-
-
-@contextmanager
-def argument_errors() -> Iterator[None]:
-    """What compiler, runtime and reference raise for bad arguments is a message for the user: it names the argument."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as e:
-        raise click.ClickException(str(e)) from e
 
 
 # ---------------------------------------------------------------------------------------------------- commands
@@ -268,7 +107,7 @@ def show(target: Target, stage: str, options: BuildOptions) -> None:
     from attncc import compiler
 
     source, variants = target.load()
-    _check_names(variants, options.const, "--const", const=True)
+    check_names(variants, options.const, "--const", const=True)
     if stage == "ast":
         click.echo(compiler.show_ast(source, target.variant).rstrip())
         return
@@ -305,7 +144,7 @@ def build(
     from attncc.outputs import check_output
 
     work = [(source, v) for source, variants in (t.load() for t in targets) for v in variants]
-    _check_names([v for _, v in work], options.const, "--const", const=True)
+    check_names([v for _, v in work], options.const, "--const", const=True)
     names = [v.name for _, v in work]
     twice = sorted({n for n in names if names.count(n) > 1})
     folder = "build" if output is None else output
@@ -321,38 +160,6 @@ def build(
             check_output(job.output)
         results = parallel_build.build_all(jobs_todo, jobs)
     ctx.exit(parallel_build.show(results))
-
-
-def shape_options(batch: int, length: int, heads: int, kv_heads: int) -> Callable[..., Any]:
-    """Options for the shape of a call and its parameters, with these defaults."""
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        count = click.IntRange(min=0)
-        for option in reversed([
-            click.option("--batch", type=count, default=batch, show_default=True, metavar="N", help="Requests."),
-            click.option("--qo", type=count, default=length, show_default=True, metavar="N", help="Query rows each."),
-            click.option("--kv", type=count, metavar="N", help="Key rows each.  [default: --qo]"),
-            click.option("--heads", type=click.IntRange(min=1), default=heads, show_default=True, metavar="N",
-                         help="Query heads."),
-            click.option("--kv-heads", type=click.IntRange(min=1), default=kv_heads, show_default=True, metavar="N",
-                         help="Key/value heads."),
-            click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="Of the random data."),
-            click.option("--set", "settings", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
-                         help="Value of a run-time scalar; may be repeated.  [default: the file's]"),
-        ]):  # fmt: skip
-            command = option(command)
-        return command
-
-    return add
-
-
-def _shape(options: BuildOptions, batch: int, qo: int, kv: int | None, heads: int, kv_heads: int) -> Any:
-    from attncc.random_inputs import Shape
-
-    if heads % kv_heads:
-        raise click.ClickException(f"--heads: expected a multiple of the {kv_heads} kv heads, found {heads}")
-    head_dim_vo = options.head_dim if options.head_dim_vo is None else options.head_dim_vo
-    return Shape(batch, qo, qo if kv is None else kv, heads, kv_heads, options.head_dim, head_dim_vo)
 
 
 @main.command(short_help="Run on random data; error against the reference.")
@@ -377,25 +184,29 @@ def run(
       attncc run examples/gemma2.attn:gemma2_local --qo 100 --kv 3000 --set window=512
       attncc run examples/alibi.attn --backend reference --heads 6 --kv-heads 2
 
-    Tensor parameters are random too.  Exits with 1 where the result is wrong.
+      attncc run examples/causal.attn:causal --layout paged --page-size 16 --qo 30 --kv 700
+
+    Tensor parameters are random too.  With --layout ragged or paged the call is a run of BatchAttention, over --batch
+    requests of --qo rows and --kv keys and three shorter ones: a row to decode, drafts to verify, and a prompt.  Exits
+    with 1 where the result is wrong.
     """
-    _refuse_served(options, "run")
     source, variants = target.load()
     given = dict(settings)
-    _check_names(variants, options.const, "--const", const=True)
-    _check_names(variants, given, "--set", const=False)
-    size = _shape(options, **shape)
+    check_names(variants, options.const, "--const", const=True)
+    check_names(variants, given, "--set", const=False)
+    size = shape_of(options, **shape)
     from attncc import trial
 
     ok = True
     with argument_errors():
         name, described = trial.pick_backend(backend)
+        call = trial.describe(size, options.layout, options.page_size)
         for variant in variants:
             result = trial.trial(
                 source, variant, size, options.for_variant(variant),
-                backend=name, seed=seed, given=_own_values(variant, given, const=False),
+                backend=name, seed=seed, given=own_values(variant, given, const=False),
             )  # fmt: skip
-            ok = _show_trial(variant, result, described, f"{size}, {options.dtype}, seed {seed}") and ok
+            ok = _show_trial(variant, result, described, f"{call}, {options.dtype}, seed {seed}") and ok
     ctx.exit(0 if ok else 1)
 
 
@@ -448,7 +259,7 @@ def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[t
 
     _, variants = target.load()
     given = dict(settings)
-    _check_names(variants, given, "--set", const=None)
+    check_names(variants, given, "--set", const=None)
     if png is not None and not png.lower().endswith(".png"):
         raise click.ClickException(f"--png {png}: expected a file name that ends in .png")
     if png is not None and len(variants) > 1:
@@ -456,7 +267,7 @@ def explain(target: Target, qo: int, kv: int, png: str | None, settings: tuple[t
         raise click.ClickException(f"--png: one variant a picture; name it as FILE:VARIANT, one of {names}")
     with argument_errors():
         for variant in variants:
-            explanation = explain_variant(variant, qo, kv, values=_own_values(variant, given, const=None))
+            explanation = explain_variant(variant, qo, kv, values=own_values(variant, given, const=None))
             click.echo(explanation.text())
             if png is not None:
                 try:
@@ -487,23 +298,25 @@ def bench(
     \b
       attncc bench examples/gemma2.attn:gemma2_local --set window=1024
       attncc bench examples/causal.attn:causal --batch 1 --qo 16384
+      attncc bench examples/causal.attn:causal --layout paged --page-size 16 --batch 64 --qo 1 --kv 8192
 
-    cuDNN computes plain full or causal attention whatever the variant: it is a yardstick, FlexAttention a rival.
+    cuDNN computes plain full or causal attention whatever the variant: it is a yardstick, FlexAttention a rival.  With
+    --layout ragged or paged, BatchAttention is timed beside attncc's dense kernel and cuDNN on the same values.
     """
-    _refuse_served(options, "bench")
     source, variants = target.load()
     given = dict(settings)
-    _check_names(variants, options.const, "--const", const=True)
-    _check_names(variants, given, "--set", const=False)
-    size = _shape(options, **shape)
+    check_names(variants, options.const, "--const", const=True)
+    check_names(variants, given, "--set", const=False)
+    size = shape_of(options, **shape)
     from attncc import benchmark
 
     with argument_errors():
         benchmark.require_gpu()
+        time = benchmark.bench_variant if options.layout == "dense" else benchmark.bench_served
         rows = [
-            benchmark.bench_variant(
+            time(
                 source, variant, size, options.for_variant(variant),
-                seed=seed, given=_own_values(variant, given, const=False), rounds=rounds,
+                seed=seed, given=own_values(variant, given, const=False), rounds=rounds,
             )
             for variant in variants
         ]  # fmt: skip

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -32,13 +32,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a call.  `chosen` are the scalars of `params` that had neither a default nor a given value."""
+    """Arguments of a call.  `chosen` are the scalars of `params` that had neither a default nor a given value.
+
+    `table`: of a served batch what BatchAttention.plan takes, int32 on the host, two tensors where keys are ragged and
+    four where they lie in pages; q, k, v and tensors over `iq` and `j` then lie as `run` takes them.  Dense: none.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     params: dict[str, object]
     chosen: dict[str, object] = field(default_factory=dict)
+    table: tuple[Tensor, ...] = ()
 
 
 def random_inputs(
@@ -52,16 +57,20 @@ def random_inputs(
     the selection of a `domain` holds block numbers and some -1.
     """
     gen = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=gen, device=device, dtype=torch.float32).to(dtype)
-
-    q = normal(shape.batch, shape.qo_len, shape.num_qo_heads, shape.head_dim_qk)
-    k = normal(shape.batch, shape.kv_len, shape.num_kv_heads, shape.head_dim_qk)
-    v = normal(shape.batch, shape.kv_len, shape.num_kv_heads, shape.head_dim_vo)
+    q, k, v = _qkv(shape, (shape.batch, shape.qo_len), (shape.batch, shape.kv_len), dtype, gen)
     scalars, chosen = _scalars(variant, shape, given or {})
     tensors = {t.name: _tensor(t, variant, shape, gen) for t in variant.tensors if t.name not in scalars}
     return Inputs(q, k, v, {**scalars, **tensors}, chosen)
+
+
+def _qkv(
+    shape: Shape, rows: tuple[int, ...], keys: tuple[int, ...], dtype: torch.dtype, gen: torch.Generator
+) -> tuple[Tensor, ...]:  # fmt: skip
+    heads, kv_heads = shape.num_qo_heads, shape.num_kv_heads
+    sizes = (
+        (*rows, heads, shape.head_dim_qk), (*keys, kv_heads, shape.head_dim_qk), (*keys, kv_heads, shape.head_dim_vo)
+    )  # fmt: skip
+    return tuple(torch.randn(s, generator=gen, device=gen.device, dtype=torch.float32).to(dtype) for s in sizes)
 
 
 def _scalars(variant: Variant, shape: Shape, given: dict[str, object]) -> tuple[dict[str, object], dict[str, object]]:
@@ -125,3 +134,83 @@ def _num_blocks(variant: Variant, shape: Shape) -> int:
     assert variant.domain is not None
     size = variant.domain.size
     return max(1, -(-shape.kv_len // int(size.value))) if isinstance(size, Const) else 1
+
+
+# ---------------------------------------------------------------------- served batches
+
+SPARE = 2  # pages of a cache that no request has
+
+
+def shorter(shape: Shape) -> list[tuple[int, int]]:
+    """(qo_len, kv_len) of requests that a batch of `shape` is mixed with: a row to decode, drafts to verify, a
+    prompt."""
+    prompt = min(shape.qo_len, shape.kv_len) // 2
+    return [(1, shape.kv_len), (min(4, shape.qo_len), 2 * shape.kv_len // 3), (prompt, prompt)]
+
+
+def random_batch(
+    variant: Variant, lengths: Sequence[tuple[int, int]], shape: Shape, *, dtype: torch.dtype,
+    device: str | torch.device, seed: int, page_size: int | None = None, given: dict[str, object] | None = None,
+) -> Inputs:  # fmt: skip
+    """As random_inputs, for requests of `lengths` (qo_len, kv_len) with the heads and head dims of `shape`; keys lie in
+    pages of `page_size` rows, or ragged where that is None.  Raises ValueError for a page size below 1."""
+    gen = torch.Generator(device).manual_seed(seed)
+    qo, kv = ([pair[n] for pair in lengths] for n in (0, 1))
+    longest = replace(shape, batch=len(qo), qo_len=max(qo, default=0), kv_len=max(kv, default=0))
+    q, k, v = _qkv(shape, (sum(qo),), (sum(kv),), dtype, gen)
+    scalars, chosen = _scalars(variant, longest, given or {})
+    params = dict(scalars)
+    for t in variant.tensors:
+        dims = tuple({"iq": sum(qo), "j": sum(kv)}.get(str(dim), dim) for dim in t.dims)
+        params[t.name] = _tensor(replace(t, dims=dims), variant, longest, gen)
+    ragged = Inputs(q, k, v, params, chosen, (_offsets(qo), _offsets(kv)))
+    return ragged if page_size is None else in_pages(variant, ragged, page_size, seed)
+
+
+def as_ragged(variant: Variant, dense: Inputs) -> Inputs:
+    """The same values as a served batch of equal lengths, ragged."""
+    params = dict(dense.params)
+    for t in variant.tensors:
+        x = dense.params[t.name]
+        assert isinstance(x, Tensor)
+        for n, dim in enumerate(t.dims):  # those before it are one dimension each by now
+            x = x.flatten(n, n + 1) if dim in ("iq", "j") else x
+        params[t.name] = x
+    q, k, v = (x.flatten(0, 1) for x in (dense.q, dense.k, dense.v))
+    table = tuple(_offsets([x.shape[1]] * x.shape[0]) for x in (dense.q, dense.k))
+    return Inputs(q, k, v, params, dense.chosen, table)
+
+
+def in_pages(variant: Variant, ragged: Inputs, page_size: int, seed: int) -> Inputs:
+    """The same values in pages of `page_size` rows, in random order.  What no key has is NaN: rows past the end of a
+    request in its last page, and SPARE pages.  Raises ValueError for a page size below 1."""
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, found {page_size}")
+    qo_indptr, kv_indptr = ragged.table
+    kv_len = kv_indptr.diff()
+    counts = (kv_len + page_size - 1) // page_size
+    first, pages = _offsets(counts.tolist()), int(counts.sum()) + SPARE
+    ids = torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).int()[: pages - SPARE]
+    request = torch.arange(len(kv_len)).repeat_interleave(kv_len)
+    position = torch.arange(len(request)) - kv_indptr[request]
+    rows = ids[first[request] + position // page_size].long() * page_size + position % page_size
+    rows = rows.to(ragged.k.device)
+
+    def put(x: Tensor, axis: int) -> Tensor:
+        size = [*x.shape[:axis], pages * page_size, *x.shape[axis + 1 :]]
+        nothing = torch.nan if x.dtype.is_floating_point else 0
+        cache = torch.full(size, nothing, dtype=x.dtype, device=x.device).index_copy_(axis, rows, x)
+        return cache.unflatten(axis, (pages, page_size))
+
+    params = dict(ragged.params)
+    for t in variant.tensors:
+        for n in reversed([n for n, dim in enumerate(t.dims) if dim == "j"]):
+            x = params[t.name]
+            assert isinstance(x, Tensor)
+            params[t.name] = put(x, n)
+    table = (qo_indptr, first, torch.cat([ids, ids.new_full((3,), -1)]), kv_len - (counts - 1) * page_size)
+    return replace(ragged, k=put(ragged.k, 0), v=put(ragged.v, 0), params=params, table=table)
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()

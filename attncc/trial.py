@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 from attncc import compiler
 from attncc.diagnostics import Source
 from attncc.ir.nodes import Variant
-from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+from attncc.random_inputs import FLOATS, Inputs, Shape, random_batch, random_inputs, shorter
+from attncc.runtime.batch import BatchAttention
 
 
 @dataclass(frozen=True)
@@ -38,22 +40,29 @@ def trial(
     source: Source, variant: Variant, shape: Shape, options: dict[str, Any], *,
     backend: str, seed: int, given: dict[str, object],
 ) -> Trial:  # fmt: skip
-    """Run `variant` once on random data and compare; `backend` is "cuda" or "reference".
+    """Run `variant` once on random data and compare; `backend` is "cuda" or "reference".  With a served layout in
+    `options` the call is a run of BatchAttention over requests of `shape` and shorter ones.
 
     The reference backend computes in float32 and rounds to the kernel's dtype, as a kernel does.
     """
     options = {**options, "dtype": FLOATS[options["dtype"]]}
-    device = "cuda" if backend == "cuda" else "cpu"
-    inputs = random_inputs(variant, shape, dtype=options["dtype"], device=device, seed=seed, given=given)
-    oracle = compiler.reference(source, **options)
-    if backend == "cuda":
-        function = compiler.compile(source, **options)
+    drawn: dict[str, Any] = {
+        "dtype": options["dtype"], "device": "cuda" if backend == "cuda" else "cpu", "seed": seed, "given": given
+    }  # fmt: skip
+    if options["layout"] == "dense":
+        inputs = random_inputs(variant, shape, **drawn)
     else:
-        function = compiler.reference(source, **options, compute_dtype=torch.float32)
+        lengths = [(shape.qo_len, shape.kv_len)] * shape.batch + shorter(shape)
+        inputs = random_batch(variant, lengths, shape, page_size=options["page_size"], **drawn)
+    oracle = on_reference(compiler.reference(source, **options), inputs)
+    if backend == "cuda":
+        function = on_kernel(compiler.compile(source, **options), inputs)
+    else:
+        function = on_reference(compiler.reference(source, **options, compute_dtype=torch.float32), inputs)
     return_lse = variant.scan.kind != "none"
 
     def call(f: Callable[..., Any]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        result = f(inputs.q, inputs.k, inputs.v, return_lse=return_lse, **inputs.params)
+        result = f(return_lse=return_lse, **inputs.params)
         parts: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
         return parts[0], parts[1] if return_lse else None, parts[-1] if variant.emits else {}
 
@@ -76,6 +85,37 @@ def trial(
         agrees=all(same for _, same in [*checks.values(), *emitted.values()]),
         milliseconds=_time(lambda: call(function)) if backend == "cuda" else None,
     )  # fmt: skip
+
+
+def on_reference(reference: Any, x: Inputs) -> Callable[..., Any]:
+    """The reference with these q, k, v, however they lie; what it still takes is parameters and return_lse."""
+    if not x.table:
+        return partial(reference, x.q, x.k, x.v)
+    if len(x.table) == 2:
+        return partial(reference.ragged, x.q, x.k, x.v, *x.table)
+    return partial(reference.paged, x.q, (x.k, x.v), *x.table)
+
+
+def on_kernel(kernel: Any, x: Inputs) -> Callable[..., Any]:
+    """The same of a kernel.  A served batch is planned here, for the scalars of `x`, by an object that just holds
+    it."""
+    if not x.table:
+        return partial(kernel, x.q, x.k, x.v)
+    attention = BatchAttention(
+        kernel, num_qo_heads=x.q.shape[-2], num_kv_heads=x.k.shape[-2], max_batch_size=max(1, len(x.table[0]) - 1),
+        max_qo_rows=max(1, x.q.shape[0]), page_size=x.k.shape[1] if len(x.table) == 4 else None, device=x.q.device,
+    )  # fmt: skip
+    attention.plan(*x.table, **{name: value for name, value in x.params.items() if not isinstance(value, Tensor)})
+    return partial(attention.run, x.q, (x.k, x.v))
+
+
+def describe(shape: Shape, layout: str, page_size: int | None) -> str:
+    """What `trial` calls, in words."""
+    if layout == "dense":
+        return str(shape)
+    others = ", ".join(f"{qo}/{kv}" for qo, kv in shorter(shape))
+    lies = f"pages of {page_size}" if layout == "paged" else "ragged"
+    return f"{shape} and qo/kv {others}, {lies}"
 
 
 def _largest(found: Tensor, want: Tensor) -> tuple[float, bool]:

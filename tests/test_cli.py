@@ -158,12 +158,6 @@ def test_bad_options_are_refused(options: list[str], message: str, tmp_path: Pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["run", "bench"])
-def test_run_and_bench_are_dense(command: str) -> None:
-    result = attncc(command, GEMMA, "--layout", "ragged", code=1)
-    assert f"--layout ragged: {command} takes --layout dense only" in result.stderr
-
-
 @pytest.mark.parametrize("options", [["--const", "cap"], ["--const", "cap=x"], ["--dtype", "f32"], ["--arch", "sm_80"]])
 def test_malformed_options(options: list[str]) -> None:
     assert "Usage:" in attncc("build", GEMMA, *options, code=2).stderr
@@ -198,6 +192,31 @@ def test_run_shapes_and_seed() -> None:
     assert attncc(*arguments, "--seed", "1").stdout != attncc(*arguments, "--seed", "2").stdout
     for empty in (["--qo", "0"], ["--kv", "0"], ["--batch", "0"]):
         attncc("run", CAUSAL + ":causal", "--backend", "reference", *empty)
+
+
+@pytest.mark.parametrize("layout", [["ragged"], ["paged", "--page-size", "16"], ["paged", "--page-size", "5"]])
+def test_run_of_served_batches(layout: list[str]) -> None:
+    arguments = ["run", GEMMA, "--backend", "reference", "--batch", "2", "--qo", "33", "--kv", "70", "--layout"]
+    shown = attncc(*arguments, *layout, "--set", "window=9").stdout
+    assert shown.count("ok, against the float64 reference") == 2
+    how = f"pages of {layout[-1]}" if layout[0] == "paged" else "ragged"
+    assert f"B2 qo 33 kv 70 8/2 and qo/kv 1/70, 4/46, 16/16, {how}, bf16, seed 0" in shown
+    errors = [float(line.split("out ")[1].split()[0]) for line in shown.splitlines() if line.startswith("  error")]
+    assert len(errors) == 2 and all(1e-4 < x < 4e-3 for x in errors)
+    for empty in (["--qo", "0"], ["--kv", "0"], ["--batch", "0"]):
+        attncc("run", CAUSAL, "--backend", "reference", "--layout", *layout, *empty)
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_layouts_that_cannot_be(command: str) -> None:
+    paged = attncc(command, CAUSAL, "--layout", "paged", code=1).stderr
+    assert "--layout paged: expected --page-size N, the rows of a page" in paged
+    assert "goes with --layout paged" in attncc(command, CAUSAL, "--page-size", "16", code=1).stderr
+
+
+def test_run_with_pages_of_no_rows() -> None:
+    arguments = ["run", CAUSAL, "--backend", "reference", "--layout", "paged", "--page-size", "0"]
+    assert "page_size: expected at least 1, found 0" in attncc(*arguments, code=1).stderr
 
 
 def test_run_shows_emitted_tensors() -> None:
@@ -245,6 +264,7 @@ def test_without_a_gpu() -> None:
         pytest.skip("this machine has a GPU")
     assert "no Hopper GPU" in attncc("run", CAUSAL, "--backend", "cuda", code=1).stderr
     assert "needs a Hopper GPU" in attncc("bench", CAUSAL, code=1).stderr
+    assert "needs a Hopper GPU" in attncc("bench", CAUSAL, "--layout", "ragged", code=1).stderr
     assert "reference in float32, rounded (no Hopper GPU)" in attncc("run", CAUSAL, "--qo", "8").stdout
 
 

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
-from .packed import Holes, Load, Owner, env_of, peek, word
+from .packed import Holes, Load, Owner, env_of, kept_word, peek
 from .ring import advance, is_lead, release
 from .schedule import Walk, first_chunk, next_block
 
@@ -39,7 +39,7 @@ def locate(local, exists, table, lists, sizes):
     index = local // sizes.page_size
     page = Int32(0)
     if exists:
-        page = word(lists.kv_indices, table + index)
+        page = kept_word(lists.kv_indices, table + index)
     return page, local - index * sizes.page_size
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from .functors import Env, Tile, open_row, unit_of
 from .ring import warp_uniform
@@ -71,6 +71,16 @@ class Owner(NamedTuple):
 
 def word(pointer, at):
     return cute.make_tensor(pointer + at, cute.make_layout(1))[0]
+
+
+EVICT_LAST = 0x14F0000000000000  # an L2 policy
+
+
+def kept_word(pointer, at):
+    """A word of the plan, which every layer of a model reads again: it is to stay in L2 while keys stream through."""
+    load = "ld.global.L2::cache_hint.b32 {$w0}, [{$r0}], {$r1};"
+    address = (pointer + at).toint()
+    return cute.arch.inline_ptx(load, write_only_types=[Int32], read_only_args=[address, Int64(EVICT_LAST)])
 
 
 class Load(NamedTuple):

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
-from .packed import ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, row_env, word
+from .packed import ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, row_env
 from .ring import advance
 from .schedule import Walk, count_blocks
 
@@ -89,7 +89,10 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
-    total, heads = word(lists.header, 0), word(lists.header, 1)
+    # most often this is the first record: on its way while the header tells
+    guess = lists.items + (bx // sizes.num_kv_heads) * RECORD_WORDS
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[guess.toint()])
+    total, heads = kept_word(lists.header, 0), kept_word(lists.header, 1)
     slot, phase, asked = Int32(0), Int32(1), Int32(0)
     ticket = bx
     live = Boolean(True)
@@ -103,7 +106,7 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         if lane < RECORD_WORDS:
             mine = Int32(0)
             if live:
-                mine = word(lists.items, record * RECORD_WORDS + lane)
+                mine = kept_word(lists.items, record * RECORD_WORDS + lane)
             at[lane] = mine
         cute.arch.sync_warp()
         if live:

@@ -6,7 +6,7 @@ the latest plan there.  Elements are int32 or float32: four bytes each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,7 +89,7 @@ class Arena:
         for array in tail:
             end = at + len(array)
             memory[at:end] = array
-            used.append((at, end))
+            used += [(at, end)] if end > at else []
             at = end
         for start, end in joined(used):
             self._plan[start:end].copy_(tensor[start:end], non_blocking=True)
@@ -106,18 +106,18 @@ def place(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
     return offsets, max(at, ALIGN)
 
 
-def joined(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The ranges that aren't empty in order, those that lie close together as one."""
-    pending: tuple[int, int] | None = None
-    for start, end in sorted(r for r in ranges if r[0] < r[1]):
-        if pending is not None and start - pending[1] <= JOIN:
-            pending = (pending[0], end)
-            continue
-        if pending is not None:
-            yield pending
-        pending = (start, end)
-    if pending is not None:
-        yield pending
+def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ranges in order, those that lie close together as one."""
+    found: list[tuple[int, int]] = []
+    last, until = 0, -JOIN - 1
+    for start, end in sorted(ranges):
+        if start - until > JOIN:
+            found.append((start, end))
+            last = start
+        else:
+            found[-1] = (last, end)
+        until = end
+    return found
 
 
 class CudaEvent:

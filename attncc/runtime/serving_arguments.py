@@ -287,8 +287,8 @@ def needs(tables: Sequence[Table]) -> dict[str, int]:
     for t in tables[:-1]:  # a request's keys: those of its groups in all levels
         keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
     return {
-        "rows": inner.rows, "requests": inner.batch, "pages": max(t.pages for t in tables),
-        "kv_rows": max(int((t.kv_start + t.kv_len).max(initial=0)) if t.kv_indices is None else 0 for t in tables),
+        "rows": inner.rows, "requests": inner.batch, "pages": max([t.pages for t in tables]),
+        "kv_rows": max([int((t.kv_start + t.kv_len).max(initial=0)) if t.kv_indices is None else 0 for t in tables]),
         "positions": int(keys.max(initial=0)),
     }  # fmt: skip
 

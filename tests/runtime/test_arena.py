@@ -64,10 +64,11 @@ def test_slices_do_not_meet():
 
 
 def test_ranges_that_lie_close_are_one_copy():
-    assert list(joined([])) == []
-    assert list(joined([(0, 4), (64, 64), (128, 130)])) == [(0, 130)]
-    assert list(joined([(JOIN + 5, JOIN + 6), (0, 4)])) == [(0, 4), (JOIN + 5, JOIN + 6)]
-    assert list(joined([(JOIN + 4, JOIN + 6), (0, 4)])) == [(0, JOIN + 6)]
+    assert joined([]) == []
+    assert joined([(0, 4), (64, 65), (128, 130)]) == [(0, 130)]
+    assert joined([(JOIN + 5, JOIN + 6), (0, 4)]) == [(0, 4), (JOIN + 5, JOIN + 6)]
+    assert joined([(JOIN + 4, JOIN + 6), (0, 4)]) == [(0, JOIN + 6)]
+    assert joined([(2 * JOIN, 2 * JOIN + 1), (JOIN + 5, JOIN + 6), (0, 4)]) == [(0, 4), (JOIN + 5, 2 * JOIN + 1)]
 
 
 def test_more_than_a_slice_holds_is_a_fault():
@@ -108,7 +109,7 @@ def test_growing_keeps_what_only_the_device_uses():
 def test_one_copy_a_plan(monkeypatch):
     """Of a plan as serving makes it: nothing between its slices is worth a second copy."""
     copies = []
-    monkeypatch.setattr(arena_module, "joined", lambda used: copies.append(list(joined(used))) or copies[-1])
+    monkeypatch.setattr(arena_module, "joined", lambda used: copies.append(joined(used)) or copies[-1])
     arena = Arena({"header": 4, "sources": 4096, "targets": 8192, "items": 1 << 18}, 1 << 16, {}, CPU)
     ints = lambda n: np.zeros(n, np.int32)  # noqa: E731
     parts = {"header": ints(4), "sources": ints(30), "targets": ints(100), "items": ints(3000)}

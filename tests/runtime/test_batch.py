@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
@@ -307,6 +308,31 @@ def test_a_prefix_that_pays_is_found(driver):
     lists = [{tuple(x.tolist()) for x in found} for found in seen]
     assert lists[0] == {(*range(200), 200 + b) for b in range(8)}
     assert lists[1] == {tuple(range(200)), *((200 + b,) for b in range(8))}
+
+
+@pytest.mark.parametrize("kv_len", ["8192", "1 to 8192"])
+def test_a_plan_takes_as_long_as_some_hundred_numpy_operations(kv_len):
+    """From the arguments to the staged copy, B = 128 at page 16; most of it is the start of operations on few numbers,
+    so these are the clock."""
+    attn = attention(
+        FakeDriver(), heads=(32, 8), visible=CAUSAL, max_batch_size=128, max_qo_rows=128, partial_rows=1 << 13
+    )  # fmt: skip
+    kv = np.full(128, 8192) if kv_len == "8192" else np.random.default_rng(3).integers(1, 8192, 128)
+    pages = -(-kv // 16)
+    ids = np.random.default_rng(0).permutation(int(pages.sum()))
+    arrays = (np.arange(129), np.append(0, pages.cumsum()), ids, kv - 16 * (pages - 1))
+    table = [torch.from_numpy(a).int() for a in arrays]
+    few, took, threads = np.arange(129), [], torch.get_num_threads()
+    torch.set_num_threads(1)  # the copy that the device would make waits for no other thread
+    for _ in range(300):
+        begun = time.perf_counter()
+        attn.plan(*table)
+        planned = time.perf_counter()
+        for _ in range(20):
+            few + 1
+        took.append(20 * (planned - begun) / (time.perf_counter() - planned))
+    torch.set_num_threads(threads)
+    assert np.median(took) < 400  # half of it as this is written
 
 
 # ---------------------------------------------------------------------- memory, graphs, streams

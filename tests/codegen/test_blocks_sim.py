@@ -1,161 +1,128 @@
-"""Block-sparse layouts against formulas written out, run by the PTX interpreter: blocks by TMA and key by key."""
+"""Block-sparse layouts in the PTX interpreter: blocks by TMA and key by key, against formulas and the reference."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
+import simulated as sim
 import torch
-from gpu.cases import EXAMPLES, SCALARS
+from gpu.cases import example
 from ptx.serve import ServeDriver
-from torch import Tensor
 
 import attncc
 from attncc.runtime.batch import BatchAttention
 from attncc.runtime.kernel import Kernel
 
+from block_checks import cells, lists, make_batch, reference, some_blocks  # isort: skip  (simulated says where)
+from serve_cases import Served  # isort: skip
+from serve_checks import Batch  # isort: skip
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 
-Columns = list[list[int]]
+
+def blocks(file: str, variant: str, size: int, **options: Any) -> Served:
+    return Served(example(file, variant, head_dim=64, **options), size, blocks=True)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Heads, rows and columns of blocks, and where the request ends."""
-
-    heads: tuple[int, int]
-    rows: int
-    cols: int
-    qo_len: int
-    kv_len: int
+def batch(served: Served, lengths: tuple[int, int], heads: tuple[int, int]) -> Batch:
+    with patch.object(sim.serve_checks, "DEVICE", "cpu"):
+        return make_batch(served, lengths, heads, 0)
 
 
-# ------------------------------------------------------------------------------------- running
-class Simulated:
-    """A BatchAttention of one kernel for blocks of so many keys, run by the interpreter."""
+class Simulated(sim.Simulated):
+    """An object for the plans of blocks of one size, and no others."""
 
-    def __init__(self, source: str, variant: str, cols: int, heads: tuple[int, int], sm_count: int, seed: int):
-        made = attncc.compile(
-            EXAMPLES / f"{source}.attn", variant=variant, head_dim=64, layout="blocks", page_size=cols
-        )  # fmt: skip
-        artifact = made.serving("blocks", cols)
+    def __init__(self, x: Batch, sm_count: int = 3, seed: int = 0):
+        made = attncc.compile(x.served.source, **x.served.options)  # pyright: ignore[reportArgumentType]
+        artifact = made.serving("blocks", x.served.page_size)
 
         def stand_in(layout: str, page_size: int | None) -> Any:  # for the kernel of plans that are not made here
             return replace(artifact, manifest={**artifact.manifest, "layout": layout, "page_size": page_size})
 
         self.driver = ServeDriver((artifact.path / "serve.ptx").read_text(), sm_count, seed, seed % 2 == 0)
         self.attn = BatchAttention(
-            Kernel(artifact, build=stand_in), device="cpu", driver=self.driver, num_qo_heads=heads[0],
-            num_kv_heads=heads[1], max_batch_size=64, max_qo_rows=512,
+            Kernel(artifact, build=stand_in), device="cpu", driver=self.driver, num_qo_heads=x.heads[0],
+            num_kv_heads=x.heads[1], max_batch_size=128, max_qo_rows=512,
         )  # fmt: skip
 
-    def run(self, q: Tensor, kv: tuple[Tensor, Tensor], **params: Any) -> tuple[Tensor, Tensor]:
-        self.driver.rows, self.driver.kv = len(q), kv
-        self.driver.tensors = {n: t for n, t in params.items() if isinstance(t, Tensor)}
-        return self.attn.run(q, kv, return_lse=True, **params)
+
+def plan_and_check(x: Batch, block_rows: int, **options: Any) -> Simulated:
+    (qo_len, kv_len), size = x.lengths[0], x.served.page_size or 1
+    sees = some_blocks(-(-qo_len // block_rows), -(-kv_len // size), np.random.default_rng(1))
+    one = Simulated(x, **options)
+    one.attn.plan_block_sparse(*lists(sees), block_rows=block_rows, block_cols=size, qo_len=qo_len, kv_len=kv_len)
+    want = reference(x, cells(sees, block_rows, size, qo_len, kv_len))
+    sim.serve_checks.check(x, sim.run(one, x), want)
+    return one
 
 
-def draw(shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    gen = torch.Generator().manual_seed(seed)
-    sizes = ((shape.qo_len, shape.heads[0]), (shape.kv_len, shape.heads[1]), (shape.kv_len, shape.heads[1]))
-    q, k, v = (torch.randn(*n, 64, generator=gen).bfloat16() for n in sizes)
-    return q, k, v
+def test_plain_attention_written_out() -> None:
+    """Over the keys of each row's blocks; a row of blocks without any gives 0 and -inf."""
+    x = batch(blocks("plain", "plain", 16), (15, 125), (4, 2))
+    sees, one, (k, v) = [[7, 3, 0], [], [2, 6, 4, 7]], Simulated(x), x.kv
+    one.attn.plan_block_sparse(*lists(sees), block_rows=5, block_cols=16, kv_len=125)
+    out, lse = sim.run(one, x)
+    assert lse is not None
+    for i in range(15):
+        there = torch.tensor([j for c in sees[i // 5] for j in range(c * 16, min(125, c * 16 + 16))], dtype=torch.long)
+        for h in range(4):
+            score = k[there, h // 2].double() @ x.q[i, h].double() / 8
+            assert torch.allclose(out[i, h].double(), torch.softmax(score, 0) @ v[there, h // 2].double(), atol=2e-2)
+            assert torch.allclose(lse[i, h].double(), torch.logsumexp(score, 0), atol=1e-3)
 
 
-def lists(sees: Columns) -> tuple[list[int], list[int]]:
-    return [0, *accumulate(map(len, sees))], [c for x in sees for c in x]
-
-
-def cells(sees: Columns, shape: Shape) -> Tensor:
-    """bool [qo_len, kv_len]: is the key in a block that the row sees?"""
-    found = torch.zeros(shape.qo_len, shape.kv_len, dtype=torch.bool)
-    for m, columns in enumerate(sees):
-        for c in columns:
-            found[m * shape.rows : (m + 1) * shape.rows, c * shape.cols : (c + 1) * shape.cols] = True
-    return found
-
-
-# ------------------------------------------------------------------------------------- what must come out
-def logits_of(variant: str, s: Tensor, i: Tensor, j: Tensor, h: int, params: dict[str, Any]) -> tuple[Tensor, Any]:
-    """(logits, which the variant shows) of scores s [rows, keys], after the variant's formula."""
-    causal = j <= i
-    if variant == "alibi":
-        return s + params["slope"][h].double() * (j - i), causal
-    if variant == "gemma2_local":
-        s = s / 2  # scaled by 1 / 16 and not 1 / 8
-        return 50.0 * torch.tanh(s / 50.0), causal & (i - j < params["window"])
-    if variant == "key_scales":
-        return s * params["k_scale"][:, h // params["group"]].double(), causal
-    return s, causal if variant == "causal" else torch.ones_like(causal)
-
-
-def expected(variant: str, q: Tensor, k: Tensor, v: Tensor, there: list[Tensor], params: dict[str, Any]) -> Any:
-    """(out, lse) in float64.  `there`: cells of each kv head."""
-    (qo_len, heads, _), (kv_len, kv_heads, _) = q.shape, k.shape
-    i, j = torch.arange(qo_len)[:, None] + (kv_len - qo_len), torch.arange(kv_len)
-    outs, lses = [], []
-    for h in range(heads):
-        g = h // (heads // kv_heads)
-        s = q[:, h].double() @ k[:, g].double().T / 8
-        logits, shown = logits_of(variant, s, i, j, h, {**params, "group": heads // kv_heads})
-        seen = there[g] & shown
-        logits = logits.masked_fill(~seen, -torch.inf)
-        outs.append(logits.softmax(-1).masked_fill(~seen, 0.0) @ v[:, g].double())
-        lses.append(logits.logsumexp(-1))
-    return torch.stack(outs, 1), torch.stack(lses, 1)
-
-
-def compare(found: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    assert bool(found[0].isfinite().all())
-    assert torch.allclose(found[0].double(), want[0], atol=2e-2, rtol=1e-2)
-    assert torch.equal(found[1].isneginf(), want[1].isneginf())
-    seen = want[1].isfinite()
-    assert torch.allclose(found[1].double()[seen], want[1][seen], atol=1e-3, rtol=1e-5)
-
-
-def some_blocks(shape: Shape, seed: int) -> Columns:
-    """About half of the columns in any order; the first row of blocks sees none, the second one all."""
-    gen = torch.Generator().manual_seed(seed)
-    rows, cols = -(-shape.qo_len // shape.rows), -(-shape.kv_len // shape.cols)
-    found = [[c for c in torch.randperm(cols, generator=gen).tolist() if c % 2 or c % 7 == m % 7] for m in range(rows)]
-    return [[] if m == 0 < rows - 1 else list(range(cols)) if m == 1 else x for m, x in enumerate(found)]
-
-
-def tensors(variant: str, shape: Shape) -> dict[str, Any]:
-    gen = torch.Generator().manual_seed(7)
-    made: dict[str, Any] = {
-        "alibi": {"slope": 0.02 * torch.rand(shape.heads[0], generator=gen)},
-        "gemma2_local": {"window": SCALARS["window"]},
-        "key_scales": {"k_scale": 0.5 + torch.rand(shape.kv_len, shape.heads[1], generator=gen)},
-    }
-    return made.get(variant, {})
-
-
-# every variant once, block sizes by TMA (multiples of 8) and by the key, and groups of 1, 2 and 4
+# (kernel, rows of a block, (qo_len, kv_len), heads): blocks by TMA (multiples of 8 keys) and by the key, groups of 1, 2
+# and 4, and what a variant may ask of a position
 CASES = [
-    ("plain", "plain", Shape((4, 2), 5, 16, 15, 125)),
-    ("plain", "plain", Shape((4, 1), 1, 1, 4, 42)),
-    ("causal", "causal", Shape((4, 1), 64, 128, 150, 500)),
-    ("causal", "causal", Shape((4, 1), 3, 1, 20, 150)),
-    ("alibi", "alibi", Shape((2, 2), 64, 8, 70, 300)),
-    ("gemma2", "gemma2_local", Shape((4, 2), 3, 16, 40, 333)),
-    ("kv_scales", "key_scales", Shape((4, 2), 3, 5, 30, 203)),
+    (blocks("plain", "plain", 1), 1, (4, 42), (4, 1)),
+    (blocks("causal", "causal", 128), 64, (150, 500), (4, 1)),
+    (blocks("causal", "causal", 1), 3, (20, 150), (4, 1)),
+    (blocks("alibi", "alibi", 8), 64, (70, 300), (2, 2)),
+    (blocks("gemma2", "gemma2_local", 16), 3, (40, 333), (4, 2)),
+    (blocks("kv_scales", "key_scales", 5), 3, (30, 203), (4, 2)),
+    (blocks("gpt_oss", "gpt_oss_sliding", 5), 64, (70, 400), (4, 1)),
+    (blocks("dilated", "longformer", 16, head_dim_vo=80), 1, (9, 260), (4, 1)),
+    (blocks("sigmoid", "flash_sigmoid", 16), 5, (17, 150), (4, 2)),
+    (blocks("gated_output", "gated_output", 8), 5, (17, 150), (4, 2)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("source, variant, shape", CASES, ids=str)
-def test_variants(source: str, variant: str, shape: Shape) -> None:
-    """Rows past kv_len in k and v, if there are any, are NaN."""
-    q, k, v = draw(shape, 0)
-    sees, params = some_blocks(shape, 1), tensors(variant, shape)
-    sim = Simulated(source, variant, shape.cols, shape.heads, 3, 0)
-    sim.attn.plan_block_sparse(
-        *lists(sees), block_rows=shape.rows, block_cols=shape.cols, qo_len=shape.qo_len, kv_len=shape.kv_len
-    )
-    want = expected(variant, q, k, v, [cells(sees, shape)] * shape.heads[1], params)
-    compare(sim.run(q, (k, v), **params), want)
-    if variant == "causal":
-        padded = [torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in (k, v)]
-        compare(sim.run(q, (padded[0], padded[1]), **params), want)
+@pytest.mark.parametrize("served, block_rows, lengths, heads", CASES, ids=str)
+def test_variants(served: Served, block_rows: int, lengths: tuple[int, int], heads: tuple[int, int]) -> None:
+    plan_and_check(batch(served, lengths, heads), block_rows)
+
+
+def test_pieces_are_merged() -> None:
+    x = batch(blocks("causal", "causal", 16), (3, 3000), (4, 2))
+    for seed in range(2):
+        assert plan_and_check(x, 3, sm_count=4, seed=seed).driver.pieces >= 2
+
+
+def test_heads_with_blocks_of_their_own() -> None:
+    """Lists of differing lengths, cut among them; k and v have NaN rows past kv_len."""
+    x = batch(blocks("causal", "causal", 16), (7, 1500), (4, 2))
+    rng = np.random.default_rng(3)
+    sees = [some_blocks(2, 94, rng, 0.5)[::-1], some_blocks(2, 94, rng, 0.9)]
+    pairs, one = [lists(s) for s in sees], Simulated(x, sm_count=4)
+    one.attn.plan_block_sparse(
+        [p for p, _ in pairs], [c for _, c in pairs], block_rows=4, block_cols=16, qo_len=7, kv_len=1500
+    )  # fmt: skip
+    k, v = (torch.cat([t, torch.full_like(t[:9], torch.nan)]) for t in x.kv)
+    want = reference(x, torch.stack([cells(s, 4, 16, 7, 1500) for s in sees]))
+    sim.serve_checks.check(x, sim.run(one, replace(x, kv=(k, v))), want)
+    assert one.driver.pieces >= 4
+
+
+@pytest.mark.parametrize("unit", [1, 16])
+def test_blocks_of_any_sizes(unit: int) -> None:
+    x = batch(blocks("causal", "causal", unit), (50, 20 * unit), (4, 2))
+    rows, cols = np.array([[7, 0, 43], [20, 20, 10]]), unit * np.array([[5, 1, 14], [3, 13, 4]])
+    mask = np.array([[[1, 0, 1], [1, 1, 1], [0, 1, 1]], [[0, 0, 0], [1, 1, 0], [0, 0, 1]]], dtype=bool)
+    one = Simulated(x)
+    one.attn.plan_variable_blocks(mask, rows, cols)
+    seen = [m.repeat(r, 0).repeat(c, 1) for m, r, c in zip(mask, rows, cols, strict=True)]
+    sim.serve_checks.check(x, sim.run(one, x), reference(x, torch.from_numpy(np.stack(seen))))

@@ -19,7 +19,7 @@ FUNCTIONS = {"head", "row", "block", "col", "unit", "score", "shift", "mask", "b
 
 
 def emitted(case: Case, layout: str = "dense") -> tuple[Emitted, KernelConfig]:
-    page_size = 16 if layout == "paged" else None
+    page_size = 16 if layout in ("paged", "blocks") else None
     options = compiler._options(
         case.head_dim, case.head_dim_vo, case.dtype, dict(case.const), layout, page_size, "sm_90a"
     )  # fmt: skip
@@ -36,7 +36,7 @@ def test_served_examples(case: Case, golden: Callable[[str, str], None]) -> None
     golden(f"golden_served/{case.variant}.py.golden", emitted(case, "paged")[0].text)
 
 
-@pytest.mark.parametrize("layout", ["dense", "paged"])
+@pytest.mark.parametrize("layout", ["dense", "paged", "blocks"])
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_modules_import_cutlass_alone_and_are_straight_line(case: Case, layout: str) -> None:
     text, params = emitted(case, layout)[0].text, emitted(case, layout)[0].params
@@ -58,6 +58,14 @@ def body(text: str, function: str) -> str:
 def test_a_line_names_the_line_it_comes_from() -> None:
     text = emitted(example("gemma2", "gemma2_local"))[0].text
     assert re.search(r"tanh.*# gemma2\.attn:\d+$", text, re.M)
+
+
+def test_listed_keys_do_not_follow_one_another() -> None:
+    """A column's values come from its own position, and a tensor over keys is read there: not in pages."""
+    text = emitted(example("alibi", "alibi"), "blocks")[0].text
+    assert "* off" not in text and "Float32(v" in body(text, "col")
+    text = emitted(example("kv_scales", "key_scales"), "blocks")[0].text
+    assert "key_page" not in text and "< x.kv_len" in body(text, "col")
 
 
 def test_what_a_row_or_a_column_knows_is_not_computed_for_each_cell() -> None:

@@ -15,13 +15,16 @@ from cases import Case, example, example_cases, hard
 
 @dataclass(frozen=True)
 class Served:
-    """A case with the layout of its keys: pages of `page_size` rows, or ragged where that is None."""
+    """A case with the layout of its keys: pages of `page_size` rows, or ragged where that is None; with `blocks` they
+    are listed in blocks of so many."""
 
     case: Case
     page_size: int | None = 16
+    blocks: bool = False
 
     def __str__(self) -> str:
-        return f"{self.case}-{'ragged' if self.page_size is None else f'page{self.page_size}'}"
+        what = "block" if self.blocks else "page"
+        return f"{self.case}-{'ragged' if self.page_size is None else f'{what}{self.page_size}'}"
 
     @property
     def source(self) -> str:
@@ -29,7 +32,7 @@ class Served:
 
     @property
     def layout(self) -> str:
-        return "ragged" if self.page_size is None else "paged"
+        return "ragged" if self.page_size is None else "blocks" if self.blocks else "paged"
 
     @property
     def options(self) -> dict[str, object]:
@@ -54,13 +57,21 @@ HARD = [Served(hard(name)) for name in ("every_space", "positions", "nothing_but
 DIMS = [
     Served(example("causal", "causal", head_dim=qk, head_dim_vo=vo), p) for qk, vo in HEAD_DIMS for p in (16, 1)
 ]  # fmt: skip
-BLOCKS = [Served(PLAIN, columns) for columns in (1, 5, 16)]  # block-sparse: a block of keys is a page
+BLOCK_SIZES = (1, 5, 8, 16, 128)
+BLOCKS = [Served(PLAIN, n, blocks=True) for n in BLOCK_SIZES] + [Served(CAUSAL, n, blocks=True) for n in BLOCK_SIZES]
+BLOCK_VARIANTS = [
+    Served(case, n, blocks=True) for case in (example("alibi", "alibi"), LOCAL, SCALES, SINK) for n in (5, 16)
+]  # fmt: skip
+BLOCK_VARIANTS += [
+    Served(example(file, variant), 16, blocks=True)
+    for file, variant in (("gated_output", "gated_output"), ("dilated", "longformer"), ("sigmoid", "flash_sigmoid"))
+]  # fmt: skip
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
 def all_served() -> list[Served]:
     """Each kernel once."""
-    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, HALF]
+    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, HALF]
     return list(dict.fromkeys(found))
 
 

@@ -224,35 +224,6 @@ def test_three_levels(seed: int) -> None:
     check(batch, run(attn, batch))
 
 
-# ---------------------------------------------------------------------- block-sparse
-
-
-@pytest.mark.parametrize("block_rows", [1, 3, 16, 200])
-@pytest.mark.parametrize("blocks", serve_cases.BLOCKS, ids=str)
-def test_block_sparse(blocks: Served, block_rows: int, seed: int) -> None:
-    """Random blocks, cut short at both ends, one row of blocks empty and one full, against a dense mask."""
-    columns, qo_len, kv_len = blocks.page_size or 1, 407, 999
-    count = (-(-qo_len // block_rows), -(-kv_len // columns))
-    chosen = torch.rand(count) < 0.3
-    chosen[0], chosen[1] = False, True
-    indptr = torch.cat([torch.zeros(1), chosen.sum(1).cumsum(0)]).int()
-    batch = make_batch(RAGGED, [(qo_len, kv_len)], (6, 2), seed)
-    q, (k, v) = batch.q, batch.kv
-    padded = [torch.cat([t, torch.full_like(t[: count[1] * columns - kv_len], torch.nan)]) for t in (k, v)]
-    attn = attention(make_batch(Served(serve_cases.PLAIN), [(1, 1)], (6, 2)), max_batch_size=500, max_qo_rows=500)
-    attn.plan_block_sparse(
-        indptr, chosen.nonzero()[:, 1], block_rows=block_rows, block_cols=columns, qo_len=qo_len, kv_len=kv_len
-    )
-    found = poisoned(batch)
-    attn.run(q, (padded[0], padded[1]), out=found[0], lse=found[1], return_lse=True)
-    mask = chosen.repeat_interleave(block_rows, 0)[:qo_len].repeat_interleave(columns, 1)[:, :kv_len].to(q.device)
-    heads = [t.repeat_interleave(3, 1).double() for t in (k, v)]
-    logits = torch.einsum("qhd,khd->qhk", q.double(), heads[0]) / 128**0.5
-    logits = logits.masked_fill(~mask[:, None], -torch.inf)
-    weights = logits.softmax(-1).masked_fill(~mask[:, None], 0.0)
-    check(batch, found, (torch.einsum("qhk,khd->qhd", weights, heads[1]), logits.logsumexp(-1)))
-
-
 # ---------------------------------------------------------------------- large caches
 
 

@@ -1,0 +1,66 @@
+"""Random block-sparse layouts, and how their results are judged: by the reference of the variant with one more mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import serve_checks
+import torch
+from serve_cases import Served
+from serve_checks import Batch
+from torch import Tensor
+
+from attncc.ir.nodes import BOOL, Leaf, Load, TensorParam, make
+from attncc.ir.reference import Reference
+from attncc.random_inputs import FLOATS
+
+Columns = list[list[int]]  # the block columns that each row of blocks sees
+
+
+def some_blocks(rows: int, cols: int, rng: np.random.Generator, share: float = 0.4) -> Columns:
+    """Columns in any order; of several rows of blocks the first sees none and the second all."""
+    chosen = rng.random((rows, cols)) < share
+    if rows > 1:
+        chosen[0], chosen[1] = False, True
+    return [rng.permutation(np.flatnonzero(x)).tolist() for x in chosen]
+
+
+def lists(sees: Columns) -> tuple[list[int], list[int]]:
+    """(indptr, indices)."""
+    return np.append(0, np.cumsum([len(x) for x in sees])).tolist(), [c for x in sees for c in x]
+
+
+def cells(sees: Columns, block_rows: int, block_cols: int, qo_len: int, kv_len: int) -> Tensor:
+    """bool [qo_len, kv_len]: is the key in a block that the row sees?"""
+    found = torch.zeros(len(sees) * block_rows, kv_len, dtype=torch.bool)
+    for m, columns in enumerate(sees):
+        for c in columns:
+            found[m * block_rows : (m + 1) * block_rows, c * block_cols : (c + 1) * block_cols] = True
+    return found[:qo_len]
+
+
+def make_batch(served: Served, lengths: tuple[int, int], heads: tuple[int, int], seed: int) -> Batch:
+    """One request for a kernel of listed blocks: keys are rows."""
+    assert served.blocks
+    ragged = serve_checks.make_batch(replace(served, page_size=None, blocks=False), [lengths], heads, seed)
+    return replace(ragged, served=served)
+
+
+def reference(batch: Batch, there: Tensor) -> tuple[Tensor, Tensor | None]:
+    """`there` [qo_len, kv_len], or with kv heads before: is the key in a block that the row sees?"""
+    case = batch.served.case
+    variant = case.load()
+    seen = Load("there", (Leaf("g"), Leaf("iq"), Leaf("j")), BOOL)
+    masked = replace(
+        variant, tensors=(*variant.tensors, TensorParam("there", ("g", "rows", "pos"), "bool")),
+        mask=make("and", seen, variant.mask),
+    )  # fmt: skip
+    oracle = Reference(
+        masked, head_dim=case.head_dim, head_dim_vo=case.head_dim_vo, dtype=FLOATS[case.dtype], const=dict(case.const)
+    )  # fmt: skip
+    there = there.to(batch.q.device).expand(batch.heads[1], *there.shape[-2:])
+    options: dict[str, Any] = {"return_lse": batch.softmax, "there": there, **batch.params}
+    want = oracle.ragged(batch.q, *batch.kv, *batch.table, **options)
+    return want if batch.softmax else (want, None)

@@ -31,6 +31,7 @@ class Cache(NamedTuple):
 
 
 TEAM = 3  # warps that gather together
+LEAD = 4  # blocks before the end of an item at which the next one is asked for: three trips to memory
 
 
 @cute.jit
@@ -194,7 +195,7 @@ def stream_boxes(
                 n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
                 places = look_up_box(p, item, n, lists, sizes)
                 if const_expr(what == "k"):
-                    if k == count - 1:
+                    if k == cutlass.max(count - LEAD, 0):
                         want(wanted, lead)
                 fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
                 slot, phase = advance(ring.stages, slot, phase)
@@ -239,9 +240,8 @@ def stream_rows(
                 left, tag = item.keys - n * p.tile_kv, 2 * n + masked
                 fill_rows(p, "k", k_base, k, k_ring, ks, kph, places, item.g, left, tags, tag, who)
                 ks, kph = advance(k_ring.stages, ks, kph)
-            else:
-                if who == 0:
-                    want(wanted, lead)
+            if (who == 0) & (j == cutlass.max(count - LEAD, 0)):
+                want(wanted, lead)
             now, now_places = last, last_places
             last, last_places = n, places
             n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)

@@ -212,8 +212,9 @@ class _Cut(NamedTuple):
     tile: np.ndarray  # the cut tiles,
     first: np.ndarray  # the place in `member` of the first piece of each,
     pieces: np.ndarray  # and how many each has
-    member: np.ndarray  # their pieces
-    rows0: np.ndarray  # the partial row of the first row of each of these
+    member: np.ndarray  # their pieces,
+    mine: np.ndarray  # which of these tiles each belongs to,
+    rows0: np.ndarray  # and the partial row of its first row
     partial_rows: int
 
 
@@ -224,13 +225,11 @@ def _cut(tiles: Tiles, pieces: Pieces) -> _Cut | None:
     onward = np.zeros(len(pieces.tile) + 1, bool)
     onward[pieces.onward] = True
     member = (onward[1:] | onward[:-1]).nonzero()[0]
-    first = (~onward[member]).nonzero()[0]
-    count = np.empty_like(first)
-    count[:-1] = first[1:] - first[:-1]
-    count[-1] = len(member) - first[-1]
+    lead = ~onward[member]
+    first, mine = lead.nonzero()[0], lead.cumsum() - ONE
     rows = tiles.rows[pieces.tile[member]]
     total = rows.cumsum()
-    return _Cut(pieces.tile[member[first]], first, count, member, total - rows, int(total[-1]))
+    return _Cut(pieces.tile[member[first]], first, np.bincount(mine), member, mine, total - rows, int(total[-1]))
 
 
 def _merges(base: np.ndarray, records: np.ndarray, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
@@ -238,17 +237,16 @@ def _merges(base: np.ndarray, records: np.ndarray, cut: _Cut) -> tuple[np.ndarra
     delta = cut.rows0 - records[cut.member, ROW0]
     records[cut.member, DELTA] = delta
     tile = base.take(cut.tile, axis=0)
-    mine = np.arange(len(tile)).repeat(cut.pieces)
     if tile[:, ROWS].max() <= MERGE_ROWS:
-        records[cut.member, TARGET0] = mine
+        records[cut.member, TARGET0] = cut.mine
         records[cut.member, TARGETS] = 1
         targets = tile.take(OF_TILE, axis=1)
         targets[:, T_SOURCE0], targets[:, T_SOURCES] = cut.first, cut.pieces
         return targets, delta.astype(np.int32)
     parts = (tile[:, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
     target0 = parts.cumsum() - parts
-    records[cut.member, TARGET0] = target0[mine]
-    records[cut.member, TARGETS] = parts[mine]
+    records[cut.member, TARGET0] = target0[cut.mine]
+    records[cut.member, TARGETS] = parts[cut.mine]
     of = np.arange(len(parts)).repeat(parts)
     within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
     targets = tile[of].take(OF_TILE, axis=1)

@@ -24,6 +24,28 @@ def lanes_reduce(op, x):
 
 
 @cute.jit
+def listed_before(x, kv_len, keys, table, lists, sizes):
+    """How many of an item's listed keys, whose blocks are in order, stand before position x: a search by 32 lanes."""
+    x = cutlass.max(cutlass.min(x, kv_len), 0)
+    block = x // sizes.page_size
+    begin, end = Int32(0), (keys + sizes.page_size - 1) // sizes.page_size
+    total = end
+    while begin < end:  # blocks before `begin` are before x's, from `end` on they are not
+        step = (end - begin + 31) // 32
+        last = begin + (cute.arch.lane_idx() + 1) * step - 1
+        before = Boolean(False)
+        if last < end:
+            before = Boolean(kept_word(lists.kv_indices, table + last) < block)
+        begin = begin + cute.arch.popc(cute.arch.vote_ballot_sync(before)) * step
+        end = cutlass.min(begin + step - 1, end)
+    found = begin * sizes.page_size
+    if begin < total:
+        if kept_word(lists.kv_indices, table + begin) == block:
+            found = found + (x - block * sizes.page_size)
+    return cutlass.min(found, keys)
+
+
+@cute.jit
 def position_range(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, owner, g, row0, rows, offset, keys, table, lists, sizes
 ):
@@ -38,10 +60,14 @@ def position_range(
         last = (row0 + rows - 1) // sizes.group_size - owner.q_start
         i0, i1 = first + owner.kv_len - owner.qo_len, last + owner.kv_len - owner.qo_len
         env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
-        if const_expr(p.layout == "blocks"):  # all keys of the list; those that a mask hides may be anywhere in it
+        if const_expr(p.layout != "blocks"):
+            lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+        elif const_expr(not p.mask or p.ranges_by_row):
             lo, hi, clear_lo, clear_hi = Int32(0), keys, Int32(0), Int32(0) if p.mask else keys
         else:
-            lo, hi, clear_lo, clear_hi = tile_bounds(fn, env, i0, i1)
+            lo, hi, clear_lo, clear_hi = (
+                listed_before(x, owner.kv_len, keys, table, lists, sizes) for x in tile_bounds(fn, env, i0, i1)
+            )  # fmt: skip
     else:
         # of several requests, or of heads that see other keys: what any row sees, and what all do
         for k in cutlass.range((rows + 31) // 32, unroll=1):

@@ -9,6 +9,7 @@ the position after the last key of the level before.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,19 +27,19 @@ class _Rows(NamedTuple):
 
     request: np.ndarray  # [rows] of a row
     table: np.ndarray  # int64 [B, 4]: Q_START, QO_LEN, KV_LEN (keys of all levels), 0
-    group: list[np.ndarray]  # by level, [B]: the group of a request (of one that has rows)
-    offset: list[np.ndarray]  # by level, [B]: keys of the levels before
+    offset: np.ndarray  # [levels, B]: keys of the levels before
 
 
-class _Level(NamedTuple):
-    """The tiles of a level: they follow one another through all packed rows."""
+class _Tiles(NamedTuple):
+    """The tiles of all levels, outermost first; those of a level follow one another through all packed rows."""
 
+    first: list[int]  # by level, and the end of the last
     row0: np.ndarray
     rows: np.ndarray
-    begin: np.ndarray
-    end: np.ndarray
     siblings: np.ndarray | None
-    group: np.ndarray
+    group: np.ndarray  # counted through all levels
+    keys: np.ndarray
+    offset: np.ndarray
     base: np.ndarray  # int32 [tiles, 16]
 
 
@@ -47,6 +48,7 @@ class _Ranges(NamedTuple):
 
     row0: np.ndarray
     rows: np.ndarray
+    request: np.ndarray
     tile: np.ndarray  # [levels, ranges]: the tile of each level, counted through all levels
 
 
@@ -59,13 +61,13 @@ def plan_levels(shape: p.Shape, levels: Sequence[p.Batch], visible: p.Visible | 
     """
     _check(shape, levels)
     rows = _rows(levels)
-    found = [_level(shape, level, n, rows, visible) for n, level in enumerate(levels)]
+    found = _tiles(shape, levels, rows)
     ranges = _ranges(shape, found, rows)
-    kept, tiles, base = _kept(found, ranges)
+    kept, tiles, base = _kept(found, ranges, *_ends(shape, found, ranges, rows, visible))
     coarser = 1
     while True:
         pieces = divide(shape, tiles, coarser)
-        records, targets, sources, used = _merges(base, pieces, kept, ranges, rows, shape)
+        records, targets, sources, used = _merges(base, pieces, kept, ranges, rows)
         if used <= shape.partial_rows:
             break
         if shape.batch_invariant or len(pieces.tile) == len(tiles.rows):
@@ -86,126 +88,138 @@ def _check(shape: p.Shape, levels: Sequence[p.Batch]) -> None:
                 f"levels[{n}].qo_indptr: expected {levels[0].qo_indptr[-1]} rows in all as in levels[0], "
                 f"found {level.qo_indptr[-1]}"
             )
-        lost = ~np.isin(levels[n - 1].qo_indptr, level.qo_indptr) if n else np.zeros(1, bool)
-        if lost.any():
-            raise ValueError(
-                f"levels[{n}].qo_indptr: expected groups that lie inside those of levels[{n - 1}], found one that "
-                f"crosses row {levels[n - 1].qo_indptr[int(lost.argmax())]}"
-            )
+        if n:
+            outer = levels[n - 1].qo_indptr
+            lost = level.qo_indptr.take(level.qo_indptr.searchsorted(outer), mode="clip") != outer
+            if np.count_nonzero(lost):
+                raise ValueError(
+                    f"levels[{n}].qo_indptr: expected groups that lie inside those of levels[{n - 1}], found one that "
+                    f"crosses row {outer[int(lost.argmax())]}"
+                )
 
 
 def _rows(levels: Sequence[p.Batch]) -> _Rows:
     indptr = levels[-1].qo_indptr
-    start, qo_len = indptr[:-1], np.diff(indptr)
-    group = [np.maximum(level.qo_indptr.searchsorted(start, "right") - 1, 0) for level in levels[:-1]]
-    group = [np.minimum(g, len(level.kv_len) - 1) for g, level in zip(group, levels[:-1], strict=True)]
-    group.append(np.arange(len(start)))
-    keys = [level.kv_len[g] for g, level in zip(group, levels, strict=True)]
-    offset = [np.zeros(len(start), np.int64)]
-    for k in keys:
-        offset.append(offset[-1] + k)
-    table = np.stack((start, qo_len, offset.pop(), np.zeros_like(start)), axis=1)
-    return _Rows(np.arange(len(start)).repeat(qo_len), table, group, offset)
+    start, qo_len = indptr[:-1], indptr[1:] - indptr[:-1]
+    offset = np.zeros((len(levels) + 1, len(start)), np.int64)
+    for n, level in enumerate(levels[:-1]):
+        # of a request without rows, which may stand at the end, some group
+        group = level.qo_indptr[1:-1].searchsorted(start, "right")
+        np.add(offset[n], level.kv_len[group], out=offset[n + 1])
+    np.add(offset[-2], levels[-1].kv_len, out=offset[-1])
+    table = np.stack((start, qo_len, offset[-1], np.zeros_like(start)), axis=1)
+    return _Rows(np.arange(len(start)).repeat(qo_len), table, offset[:-1])
 
 
-def _level(shape: p.Shape, level: p.Batch, n: int, rows: _Rows, visible: p.Visible | None) -> _Level:
-    of, row0, count, siblings = p.cut_rows(level.qo_indptr, shape)
-    first, last = row0 // shape.group_size, (row0 + count - 1) // shape.group_size
-    request = rows.request[first]
-    alone = request == rows.request[last]
-    keys, offset = level.kv_len[of], rows.offset[n][request]
-    begin, end = np.zeros(len(of), np.int64), keys
-    if visible is not None and len(of):
-        lo, hi = _seen(first, last, rows, visible, offset, keys)
-        begin, end = p.outward(lo - offset, hi - offset, keys, shape.tile_kv)
-    base = np.zeros((len(of), p.ITEM), np.int32)
+def _tiles(shape: p.Shape, levels: Sequence[p.Batch], rows: _Rows) -> _Tiles:
+    of, row0s, counts, siblings = zip(*[p.cut_rows(level.qo_indptr, shape) for level in levels], strict=True)
+    row0, count = np.concatenate(row0s), np.concatenate(counts)
+    first, groups = [0], [0]
+    for level, tiles in zip(levels, of, strict=True):
+        first.append(first[-1] + len(tiles))
+        groups.append(groups[-1] + len(level.kv_len))
+    request = rows.request[row0 // shape.group_size]
+    alone = request == rows.request[(row0 + count - 1) // shape.group_size]
+    keys, table, group, offset = (
+        np.concatenate(parts)
+        for parts in (
+            [level.kv_len[tiles] for level, tiles in zip(levels, of, strict=True)],
+            [level.kv_start[tiles] for level, tiles in zip(levels, of, strict=True)],
+            [tiles + n for n, tiles in zip(groups, of, strict=False)],
+            [rows.offset[n, request[i:j]] for n, (i, j) in enumerate(pairwise(first))],
+        )
+    )
+    base = np.zeros((len(row0), p.ITEM), np.int32)
     for column, value in (
         (p.REQUEST, np.where(alone, request, -1)), (p.ROW0, row0), (p.ROWS, count), (p.KEYS, keys),
-        (p.OFFSET, offset), (p.TABLE, level.kv_start[of]),
+        (p.OFFSET, offset), (p.TABLE, table),
     ):  # fmt: skip
         base[:, column] = value
-    base[:, p.Q_START : p.KV_LEN + 1] = np.where(alone[:, None], rows.table[request, :3], 0)
-    return _Level(row0, count, begin, end, siblings, of, base)
+    base[:, p.Q_START : p.KV_LEN + 1] = rows.table[request, :3] * alone[:, None]
+    if all(x is None for x in siblings):
+        together = None
+    else:
+        together = np.concatenate([np.ones_like(r) if x is None else x for x, r in zip(siblings, counts, strict=True)])
+    return _Tiles(first, row0, count, together, group, keys, offset, base)
 
 
-def _seen(first, last, rows: _Rows, visible: p.Visible, offset, keys) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [lo, hi) of a level's keys that any row of a tile can see, tiles being rows first..last of possibly
-    several requests."""
-    many = rows.request[last] - rows.request[first] + 1
-    tile = np.arange(len(first)).repeat(many)
-    head = many.cumsum() - many
-    request = rows.request[first][tile] + np.arange(len(tile)) - head[tile]
-    start, qo_len, kv_len = rows.table[request, :3].T
-    shift = kv_len - qo_len - start
-    r0, r1 = np.maximum(first[tile], start), np.minimum(last[tile], start + qo_len - 1)
-    lo, hi = visible(r0 + shift, r1 + shift, qo_len, kv_len)
-    lo = offset[tile] if lo is None else np.maximum(lo, offset[tile])
-    hi = (offset + keys)[tile] if hi is None else np.minimum(hi, (offset + keys)[tile])
-    some = (r0 <= r1) & (lo < hi)
-    far = np.iinfo(np.int64).max
-    return np.minimum.reduceat(np.where(some, lo, far), head), np.maximum.reduceat(np.where(some, hi, -1), head)
+def _ranges(shape: p.Shape, found: _Tiles, rows: _Rows) -> _Ranges:
+    row0 = np.sort(found.row0)  # with the first row of every request: tiles of the last level have one each
+    if len(row0):
+        row0 = row0[np.append(True, row0[1:] != row0[:-1])]
+    size = np.append(row0[1:], len(rows.request) * shape.group_size) - row0
+    if size.max(initial=0) > p.MERGE_ROWS:
+        parts = -(-size // p.MERGE_ROWS)
+        of = np.arange(len(row0)).repeat(parts)
+        within = (np.arange(len(of)) - (parts.cumsum() - parts)[of]) * p.MERGE_ROWS
+        row0, size = row0[of] + within, np.minimum(size[of] - within, p.MERGE_ROWS)
+    tile = np.stack([found.row0[i:j].searchsorted(row0, "right") + (i - 1) for i, j in pairwise(found.first)])
+    return _Ranges(row0, size, rows.request[row0 // shape.group_size], tile)
 
 
-def _ranges(shape: p.Shape, found: Sequence[_Level], rows: _Rows) -> _Ranges:
-    total = len(rows.request) * shape.group_size
-    start = np.unique(np.concatenate([level.row0 for level in found] + [rows.table[:, 0] * shape.group_size]))
-    start = start[start < total]
-    length = np.diff(np.append(start, total))
-    parts = -(-length // p.MERGE_ROWS)
-    of = np.arange(len(start)).repeat(parts)
-    within = (np.arange(len(of)) - (parts.cumsum() - parts)[of]) * p.MERGE_ROWS
-    row0 = start[of] + within
-    before = np.cumsum([0] + [len(level.row0) for level in found])
-    tile = [level.row0.searchsorted(row0, "right") - 1 + n for level, n in zip(found, before, strict=False)]
-    return _Ranges(row0, np.minimum(length[of] - within, p.MERGE_ROWS), np.stack(tile))
+def _ends(
+    shape: p.Shape, found: _Tiles, ranges: _Ranges, rows: _Rows, visible: p.Visible | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [begin, end) of every tile that any of its rows can see: what its ranges see, together."""
+    lo = hi = None
+    if visible is not None and len(found.row0):
+        start, qo_len, kv_len = rows.table[ranges.request, :3].T
+        shift = kv_len - qo_len - start
+        last = (ranges.row0 + ranges.rows - 1) // shape.group_size
+        lo, hi = visible(ranges.row0 // shape.group_size + shift, last + shift, qo_len, kv_len)
+        if lo is not None:
+            lo = np.maximum(lo, found.offset[ranges.tile])
+        if hi is not None:
+            hi = np.minimum(hi, (found.offset + found.keys)[ranges.tile])
+        if lo is not None and hi is not None:  # a range that sees nothing widens nothing
+            some = lo < hi
+            lo, hi = np.where(some, lo, np.iinfo(np.int64).max), np.where(some, hi, -1)
+        tile = ranges.tile.ravel()  # ascending
+        head = np.append(0, (tile[1:] != tile[:-1]).nonzero()[0] + 1)
+        lo = None if lo is None else np.minimum.reduceat(lo.ravel(), head) - found.offset
+        hi = None if hi is None else np.maximum.reduceat(hi.ravel(), head) - found.offset
+    return p.outward(lo, hi, found.keys, shape.tile_kv)
 
 
-def _kept(found: Sequence[_Level], ranges: _Ranges) -> tuple[np.ndarray, Tiles, np.ndarray]:
+def _kept(found: _Tiles, ranges: _Ranges, begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, Tiles, np.ndarray]:
     """The tiles that have keys, and of the innermost those without whose rows would else have no result: (place of
     every tile among these or -1, the tiles, their part of the records)."""
-    begin, end = (np.concatenate([getattr(level, name) for level in found]) for name in ("begin", "end"))
     keep = begin < end
-    lost = ranges.tile[-1][~keep[ranges.tile].any(axis=0)]
-    keep[lost] = True
+    some = keep[ranges.tile].any(axis=0)
+    keep[ranges.tile[-1, ~some]] = True
     place = np.where(keep, keep.cumsum() - 1, -1)
-    groups = np.cumsum([0] + [int(level.group[-1]) + 1 if len(level.group) else 0 for level in found])
-    group = np.concatenate([level.group + n for level, n in zip(found, groups, strict=False)])
-    rows = np.concatenate([level.rows for level in found])
-    siblings = np.concatenate(
-        [np.ones_like(level.rows) if level.siblings is None else level.siblings for level in found]
-    )
-    base = np.concatenate([level.base for level in found])[keep]
-    keys = base[:, p.KEYS].astype(np.int64)
-    return place, Tiles(rows[keep], begin[keep], end[keep], siblings[keep], keys, group[keep]), base
+    siblings = None if found.siblings is None else found.siblings[keep]
+    tiles = Tiles(found.rows[keep], begin[keep], end[keep], siblings, found.keys[keep], found.group[keep])
+    return place, tiles, found.base[keep]
 
 
 def _merges(
-    base: np.ndarray, pieces: Pieces, kept: np.ndarray, ranges: _Ranges, rows: _Rows, shape: p.Shape
+    base: np.ndarray, pieces: Pieces, kept: np.ndarray, ranges: _Ranges, rows: _Rows
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """(records of the pieces, targets, sources, partial rows)."""
-    records = base[pieces.tile]
+    records = base.take(pieces.tile, axis=0)
     records[:, p.BEGIN], records[:, p.END] = pieces.begin, pieces.end
-    count = np.bincount(pieces.tile, minlength=len(base))
+    count = np.zeros(len(base) + 1, np.int64)  # pieces of a tile; the last element: no tile
+    count[:-1] = np.bincount(pieces.tile, minlength=len(base))
     place = kept[ranges.tile]  # [levels, ranges]
-    sources = np.where(place < 0, 0, np.append(count, 0)[place])
-    partial = np.zeros(len(base) + 1, bool)  # tiles of which some row has another state; the last element: no tile
+    sources = count[place]
+    partial = np.zeros(len(count), bool)  # tiles of which some row has another state
     partial[place[:, sources.sum(axis=0) > 1]] = True
     partial[-1] = False
     merged = partial[place].any(axis=0)
     place, sources = place[:, merged].T, sources[:, merged].T  # [targets, levels]
-    row0, size = ranges.row0[merged], ranges.rows[merged]
+    row0, size, request = ranges.row0[merged], ranges.rows[merged], ranges.request[merged]
 
-    member = np.flatnonzero(partial[pieces.tile])
-    item = records[member]
-    length = item[:, p.ROWS].astype(np.int64)
-    records[member, p.DELTA] = length.cumsum() - length - item[:, p.ROW0]
-    records[member, p.TARGET0] = row0.searchsorted(item[:, p.ROW0])
-    records[member, p.TARGETS] = row0.searchsorted(item[:, p.ROW0] + length) - records[member, p.TARGET0]
+    member = partial[pieces.tile].nonzero()[0]
+    begun, length = records[member, p.ROW0].astype(np.int64), records[member, p.ROWS].astype(np.int64)
+    records[member, p.DELTA] = length.cumsum() - length - begun
+    target0 = row0.searchsorted(begun)
+    records[member, p.TARGET0] = target0
+    records[member, p.TARGETS] = row0.searchsorted(begun + length) - target0
 
-    first = count.cumsum() - count
-    flat, many = np.where(place < 0, 0, place).ravel(), sources.ravel()
+    first = count.cumsum() - count  # piece of a tile
+    flat, many = place.ravel(), sources.ravel()
     piece = (first[flat] - (many.cumsum() - many)).repeat(many) + np.arange(int(many.sum()))
-    request = rows.request[row0 // shape.group_size]
     total = sources.sum(axis=1)
     targets = np.empty((len(row0), p.TARGET), np.int32)
     targets[:, p.REQUEST], targets[:, p.T_ROW0], targets[:, p.T_ROWS] = request, row0, size

@@ -15,8 +15,15 @@ from attncc.runtime.plan import Batch, Plan, Shape, Visible, plan
 from attncc.runtime.plan_levels import NotEnoughPartialRows, plan_levels
 from attncc.runtime.plan_pieces import STARTUP
 
-MARGIN = 1.5  # a level must save this many times what it costs: merging also takes time that bytes don't show
+# Measured on a H200 (132 SMs, bf16, 32 query and 8 kv heads of 128, page 16; µs a layer, flat -> with a level):
+# B64, 8192 keys shared + 256 own 285 -> 82; B128, 2048 + 512 194 -> 127; B16, 32768 + 512 273 -> 87; B32, 1024 + 1024
+# 54.5 -> 55.1.  A flat plan meets shared keys again in L2, at 7.8 TB/s.  At that rate the levels save 267, 133, 258 and
+# 17 µs, of which 203, 67, 186 and -1 are gained: a level costs 64, 66, 72 and 17 µs.  Where it is worth less than most
+# of these, a flat plan loses little.
+L2_RATE = 59_000  # bytes a µs and SM that are read again
+LEVEL_TIME = 65  # µs that a level takes, whatever it reads: states wait for one another, and are merged
 LEVELS = 3  # beyond these, what a level saves is little
+STRIDE = 64  # pages of neighbours that are compared at first
 
 
 class _Group(NamedTuple):
@@ -46,28 +53,29 @@ def find_shared(
     shape: Shape, batch: Batch, kv_indices: np.ndarray, visible: Visible | None = None
 ) -> list[Batch] | None:
     """The levels that batch becomes when prefixes that pay are split off, for `plan_levels`; None where none pays."""
-    live = np.flatnonzero(np.diff(batch.qo_indptr))
-    if len(live) < 2 or shape.page_size == 0:
+    live = np.diff(batch.qo_indptr).nonzero()[0]
+    if len(live) < 2 or shape.page_size == 0 or not len(kv_indices):
         return None
-    start, kv_len, done = batch.kv_start.copy(), batch.kv_len.copy(), np.zeros(len(batch.kv_len), np.int64)
-    seen = _seen(batch, visible)
-    apart = np.zeros(len(live) - 1, bool)  # neighbours that differ in a level before
-    levels: list[Batch] = []
+    start = batch.kv_start[live]
+    common = _common(start, batch.kv_len[live] // shape.page_size, kv_indices)
+    if common is None:
+        return None
+    cost, levels = _Cost(shape, batch, live, visible), []
     while len(levels) < min(LEVELS, shape.max_levels) - 1:
-        common = _common(start[live], kv_len[live] // shape.page_size, kv_indices)
-        common[apart] = 0
-        groups = _groups(common, _Cost(shape, batch, live, done, seen))
-        if not groups:
+        groups, saved = _groups(common, cost)
+        if saved <= cost.level:
             break
-        levels.append(_level(shape, batch, live, start, groups))
-        apart[:] = True
+        levels.append(_level(shape, batch, live, start + cost.done, groups))
+        left = np.zeros_like(common)  # neighbours in different groups differ from now on
         for g in groups:
-            inside = live[g.first : g.last]
-            start[inside] += g.pages
-            kv_len[inside] -= g.pages * shape.page_size
-            done[inside] += g.pages * shape.page_size
-            apart[g.first : g.last - 1] = False
-    return [*levels, Batch(batch.qo_indptr, start, kv_len)] if levels else None
+            left[g.first : g.last - 1] = common[g.first : g.last - 1] - g.pages
+            cost.done[g.first : g.last] += g.pages
+        common = left
+    if not levels:
+        return None
+    done = np.zeros_like(batch.kv_len)
+    done[live] = cost.done
+    return [*levels, Batch(batch.qo_indptr, batch.kv_start + done, batch.kv_len - done * shape.page_size)]
 
 
 def _seen(batch: Batch, visible: Visible | None) -> tuple[np.ndarray, np.ndarray]:
@@ -80,83 +88,107 @@ def _seen(batch: Batch, visible: Visible | None) -> tuple[np.ndarray, np.ndarray
     return np.broadcast_to(lo, qo_len.shape), np.broadcast_to(hi, qo_len.shape)
 
 
-def _common(start: np.ndarray, pages: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Full pages that each request has in common with the next, from its first on: [requests - 1]."""
+def _common(start: np.ndarray, pages: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
+    """Full pages that each request has in common with the next, from its first on: [requests - 1]; None: none has."""
     most = np.minimum(pages[:-1], pages[1:])
-    common = np.zeros_like(most)
-    alive, width = np.flatnonzero(most), 4
-    while len(alive):  # in strides that grow, so that neighbours that differ at once cost little
-        at = common[alive, None] + np.arange(width)
-        inside = at < most[alive, None]
-        one, two = (np.where(inside, x[alive, None] + at, 0) for x in (start[:-1], start[1:]))
-        same = inside & (ids[one] == ids[two])
-        ran = np.where(same.all(axis=1), width, same.argmin(axis=1))
-        common[alive] += ran
-        alive = alive[(ran == width) & (common[alive] < most[alive])]
-        width = min(4 * width, 1024)
+    first = ids.take(start, mode="clip")  # a request without pages may start at the end
+    alive = ((first[:-1] == first[1:]) & (most > 0)).nonzero()[0]
+    if not len(alive):
+        return None
+    ids = np.ascontiguousarray(ids)
+    common, stride = np.zeros_like(most), STRIDE
+    while len(alive):  # in strides that grow with what was found alike: little is compared for nothing
+        at = common[alive]
+        width = min(stride, int((most[alive] - at).max()))
+        differ = _windows(ids, start[alive] + at, width) != _windows(ids, start[alive + 1] + at, width)
+        ran = differ.argmax(axis=1)
+        alike = ~differ[np.arange(len(alive)), ran]
+        ran[alike] = width
+        common[alive] = np.minimum(at + ran, most[alive])
+        alive = alive[alike & (common[alive] < most[alive])]
+        stride *= 8
     return common
 
 
-class _Cost:
-    """What a shared prefix saves, in bytes of memory traffic a kv head."""
+def _windows(ids: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+    """ids[a : a + width] for every a: [len(at), width].  What would lie beyond the end is anything."""
+    last = len(ids) - width
+    every = np.ndarray((last + 1, width), ids.dtype, ids, strides=2 * ids.strides)  # copies rows, not single ids
+    found = every[np.minimum(at, last)]
+    for n in (at > last).nonzero()[0].tolist():
+        found[n, : len(ids) - at[n]] = ids[at[n] :]
+    return found
 
-    def __init__(self, shape: Shape, batch: Batch, live: np.ndarray, done: np.ndarray, seen):
+
+class _Cost:
+    """What a shared prefix saves, in bytes a kv head that are read again from L2."""
+
+    def __init__(self, shape: Shape, batch: Batch, live: np.ndarray, visible: Visible | None):
         packed = np.diff(batch.qo_indptr)[live] * shape.group_size
         self._shape = shape
-        self._rows = np.append(0, packed.cumsum())
         self._tiles = -(-packed // shape.tile_q)
-        self._done, self._lo, self._hi = done[live], seen[0][live], seen[1][live]
+        self._rows_before = [0, *packed.cumsum().tolist()]
+        self._tiles_before = [0, *self._tiles.cumsum().tolist()]
+        lo, hi = (x[live] for x in _seen(batch, visible))
+        self._seen = (lo, hi) if ((lo > 0) | (hi < batch.kv_len[live])).any() else None
+        self.done = np.zeros(len(live), np.int64)  # pages of every request that outer levels take
+        self.level = LEVEL_TIME * L2_RATE * shape.sm_count / shape.num_kv_heads
 
-    def saved(self, g: _Group, skip: int = 0) -> float:
-        """Keys read once a tile of the group instead of once a tile of each request, less what the level costs: a
-        state of every row more to write and to read, in both levels, and the start of its tiles.  `skip`: pages of the
-        prefix that a level outside it takes."""
-        shape, run = self._shape, slice(g.first, g.last)
-        base = int(self._done[g.first])
-        end = np.minimum(self._hi[run], base + g.pages * shape.page_size)
-        lo = np.maximum(self._lo[run], base + skip * shape.page_size)
-        keys = np.maximum(end - lo, 0)
-        rows = int(self._rows[g.last] - self._rows[g.first])
+    def saved(self, g: _Group, skip: int = 0) -> int:
+        """Keys read once a tile of the group instead of once a tile of each request, less a state of every row more to
+        write and to read, in both levels, and the start of the group's tiles.  `skip`: pages of the prefix that a level
+        outside it takes."""
+        shape = self._shape
+        rows = self._rows_before[g.last] - self._rows_before[g.first]
         tiles = -(-rows // shape.tile_q)
-        once = tiles * max(0, int(end.max() - lo.min()))
         cost = 2 * 2 * rows * 4 * (shape.head_dim_vo + 1) + tiles * STARTUP * shape.tile_kv * shape.kv_bytes
-        return (int((keys * self._tiles[run]).sum()) - once) * shape.kv_bytes - MARGIN * cost
+        fewer = self._tiles_before[g.last] - self._tiles_before[g.first] - tiles
+        most = (g.pages - skip) * shape.page_size * fewer * shape.kv_bytes - cost  # where all is seen
+        if self._seen is None or most <= 0:
+            return most
+        run, base = slice(g.first, g.last), int(self.done[g.first])
+        lo = np.maximum(self._seen[0][run], (base + skip) * shape.page_size)
+        end = np.minimum(self._seen[1][run], (base + g.pages) * shape.page_size)
+        apart = int((np.maximum(end - lo, 0) * self._tiles[run]).sum())
+        once = tiles * max(0, int(end.max() - lo.min()))
+        return (apart - once) * shape.kv_bytes - cost
 
 
-def _groups(common: np.ndarray, cost: _Cost) -> list[_Group]:
-    """Disjoint runs of neighbours that together save most.
+def _groups(common: np.ndarray, cost: _Cost) -> tuple[list[_Group], int]:
+    """Disjoint runs of neighbours that together save most, and what they save.
 
     Runs are the intervals of the tree that `common` spans: the widest run that shares p pages, for every p.  They close
     children first, so a run, with what lies inside it as a level of its own, is weighed against that alone.
     """
     best: list[_Group] = []
-    open_runs: list[tuple[int, int, float, list[_Group]]] = []  # pages, first, saved inside, groups inside
-    for at, pages in enumerate([*common.tolist(), 0]):
-        first, saved, inside = at, 0.0, []
+    total = 0
+    open_runs: list[tuple[int, int, int, list[_Group]]] = []  # pages, first, saved inside, groups inside
+    changes = np.append(0, (common[1:] != common[:-1]).nonzero()[0] + 1)
+    for at, pages in zip([*changes.tolist(), len(common)], [*common[changes].tolist(), 0], strict=True):
+        first, saved, inside = at, 0, []
         while open_runs and open_runs[-1][0] > pages:
             depth, first, sum_inside, groups = open_runs.pop()
             group = _Group(first, at + 1, depth)
             sum_inside, groups = sum_inside + saved, groups + inside
-            whole = cost.saved(group) + sum(max(0.0, cost.saved(g, skip=depth)) for g in groups)
-            saved, inside = (whole, [group]) if whole > max(0.0, sum_inside) else (sum_inside, groups)
+            whole = cost.saved(group) + sum([max(0, cost.saved(g, skip=depth)) for g in groups])
+            saved, inside = (whole, [group]) if whole > max(0, sum_inside) else (sum_inside, groups)
         if pages == 0:
             best += inside
+            total += saved
         elif open_runs and open_runs[-1][0] == pages:
             _, before, sum_inside, groups = open_runs[-1]
             open_runs[-1] = (pages, before, sum_inside + saved, groups + inside)
         else:
             open_runs.append((pages, first, saved, inside))
-    return best
+    return best, total
 
 
 def _level(shape: Shape, batch: Batch, live: np.ndarray, start: np.ndarray, groups: list[_Group]) -> Batch:
-    """The groups as a level of the cascade; requests outside of them are groups without keys."""
-    first = np.arange(len(live))
-    kv_start, keys = start[live].copy(), np.zeros(len(live), np.int64)
-    lead = np.ones(len(live), bool)
+    """The groups as a level of the cascade; requests outside of them are groups without keys.  `start`: the first page
+    of the level, of every live request."""
+    keys, lead = np.zeros_like(live), np.ones(len(live), bool)
     for g in groups:
         lead[g.first + 1 : g.last] = False
         keys[g.first] = g.pages * shape.page_size
-    first = first[lead]
-    indptr = np.append(batch.qo_indptr[live[first]], batch.qo_indptr[-1])
-    return Batch(indptr, kv_start[first], keys[first])
+    indptr = np.append(batch.qo_indptr[live[lead]], batch.qo_indptr[-1])
+    return Batch(indptr, start[lead], keys[lead])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import timeit
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from attncc.runtime.plan import BEGIN, END, OFFSET, TABLE, Batch, Plan, Shape
 from attncc.runtime.plan_levels import plan_levels
 
 PAGE = 16
-SHAPE = make_shape(num_qo_heads=8, partial_rows=1 << 14, sm_count=33)
+# keys of so many bytes that short prefixes pay
+SHAPE = make_shape(num_qo_heads=8, partial_rows=1 << 14, sm_count=33, kv_bytes=1 << 12)
 
 
 def paged(lists, last, qo_len=None) -> tuple[Batch, np.ndarray]:
@@ -71,12 +74,7 @@ def batches(draw):
 @given(batches(), st.booleans())
 def test_every_row_meets_the_keys_of_its_own_list(given_batch, free):
     batch, ids = given_batch
-    kept = prefix.MARGIN
-    prefix.MARGIN = 0.0 if free else kept  # merging for nothing: every prefix pays
-    try:
-        p = prefix.auto(SHAPE, batch, ids)
-    finally:
-        prefix.MARGIN = kept
+    p = prefix.auto(replace(SHAPE, kv_bytes=1 << 40) if free else SHAPE, batch, ids)  # where reading is all, all pay
     for row, keys in reads(SHAPE, p, ids).items():
         b = int(np.searchsorted(batch.qo_indptr, row, "right")) - 1
         j = np.arange(int(batch.kv_len[b]))
@@ -123,7 +121,7 @@ def test_what_does_not_pay_is_left(given_batch):
 def test_prefill_reads_a_prefix_through_full_tiles_anyway():
     batch, ids = shared((4, 64, 64))
     batch = batch._replace(qo_indptr=np.arange(5) * 1024)
-    assert prefix.find_shared(make_shape(max_qo_rows=1 << 13), batch, ids) is None
+    assert prefix.find_shared(replace(SHAPE, max_qo_rows=1 << 13), batch, ids) is None
 
 
 def test_pages_that_are_not_full_are_not_shared():
@@ -141,23 +139,75 @@ def test_a_window_that_hides_the_prefix():
 
 def test_nothing_is_shared_with_batch_invariant():
     batch, ids = shared((32, 256, 4))
-    p = prefix.auto(make_shape(batch_invariant=True, partial_rows=1 << 14), batch, ids)
+    p = prefix.auto(replace(SHAPE, batch_invariant=True), batch, ids)
     assert traffic(p) == 32 * 260 * PAGE
 
 
 def test_no_room_for_states():
     batch, ids = shared((32, 256, 4))
-    assert traffic(prefix.auto(make_shape(partial_rows=50), batch, ids)) == 32 * 260 * PAGE
+    assert traffic(prefix.auto(replace(SHAPE, partial_rows=50), batch, ids)) == 32 * 260 * PAGE
 
 
 def test_a_long_chain_of_ever_shorter_prefixes():
     lists = [[*range(2000 - n), 10_000 + n] for n in range(1200)]
     batch, ids = paged(lists, [PAGE] * 1200)
-    shape = make_shape(num_qo_heads=8, max_batch_size=2048, partial_rows=1 << 15)
+    shape = replace(SHAPE, max_batch_size=2048, partial_rows=1 << 15)
     levels = prefix.find_shared(shape, batch, ids)
     assert levels is not None and levels[0].kv_len.sum() > 0
 
 
+@pytest.mark.parametrize(
+    ("requests", "common", "own", "pays"),
+    [(64, 8192, 256, True), (128, 2048, 512, True), (16, 32768, 512, True), (32, 1024, 1024, False),
+     (32, 256, 1024, False)],
+)  # fmt: skip
+def test_levels_are_chosen_where_they_were_measured_to_pay(requests, common, own, pays):
+    shape = Shape(32, 8, 128, 128, 128, PAGE, sm_count=132, max_batch_size=128, max_qo_rows=128, partial_rows=1 << 13)
+    batch, ids = shared((requests, common // PAGE, own // PAGE))
+    for visible in (None, causal):
+        assert (prefix.find_shared(shape, batch, ids, visible) is not None) == pays
+        assert (traffic(prefix.auto(shape, batch, ids, visible)) < requests * (common + own)) == pays
+
+
+def test_what_a_window_hides_of_a_prefix_saves_nothing():
+    batch, ids = shared((32, 256, 4))
+    assert prefix.find_shared(SHAPE, batch, ids, window(4160)) is not None
+    assert prefix.find_shared(SHAPE, batch, ids, window(400)) is None
+
+
+def naive_common(lists) -> list[int]:
+    return [sum(itertools.takewhile(bool, map(int.__eq__, a, b))) for a, b in pairwise(lists)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches(), st.integers(1, 5))
+def test_pages_in_common(given_batch, stride):
+    batch, ids = given_batch
+    pages = batch.kv_len // PAGE
+    lists = [ids[s : s + n].tolist() for s, n in zip(batch.kv_start.tolist(), pages.tolist(), strict=True)]
+    kept = prefix.STRIDE
+    prefix.STRIDE = stride
+    try:
+        found = prefix._common(batch.kv_start, pages, ids) if len(ids) else None
+    finally:
+        prefix.STRIDE = kept
+    expected = naive_common(lists)
+    assert (expected if found is None else found.tolist()) == expected
+    assert (found is None) == (not any(expected))
+
+
+@pytest.mark.parametrize("pages", [1, 63, 64, 65, 511, 577, 5000])
+@pytest.mark.parametrize("own", [0, 1, 70])
+def test_long_lists_in_common(pages, own):
+    batch, ids = shared((5, pages, own), (1, 3, 0), (2, 2 * pages, 0))
+    expected = [pages] * 4 + [0, 0, 2 * pages]
+    for given_ids in (ids, ids.astype(np.int32), np.repeat(ids, 2)[::2]):
+        found = prefix._common(batch.kv_start, batch.kv_len // PAGE, given_ids)
+        assert found is not None and found.tolist() == expected
+
+
 def test_searching_takes_little():
     batch, ids = shared((128, 0, 512))
+    assert min(timeit.repeat(lambda: prefix.find_shared(SHAPE, batch, ids), number=10, repeat=10)) / 10 < 1e-4
+    batch, ids = shared((64, 512, 16))
     assert min(timeit.repeat(lambda: prefix.find_shared(SHAPE, batch, ids), number=10, repeat=10)) / 10 < 1e-3

@@ -70,7 +70,8 @@ def block_of(p, tags, slot, item, n, c_in) -> Block:
 
 @cute.jit
 def clear_tail(p: cutlass.Constexpr, base: Int32, left: Int32, t: Int32, w: Int32):
-    """Zero the rows of V from `left` on: their weights are 0, but they may hold anything, NaN too."""
+    """Zero the rows of V from `left` on: their weights are 0, but they may hold anything, NaN too.  Where both
+    warpgroups see the block, both do, each before its own product: zeros over zeros."""
     chunks = p.tile_vo // 8
     for k in cutlass.range(((p.tile_kv - left) * chunks + 127) // 128, unroll=1):
         at = k * 128 + t

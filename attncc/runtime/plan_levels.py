@@ -9,7 +9,7 @@ the position after the last key of the level before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -114,28 +114,21 @@ def _rows(levels: Sequence[p.Batch]) -> _Rows:
 def _tiles(shape: p.Shape, levels: Sequence[p.Batch], rows: _Rows) -> _Tiles:
     of, row0s, counts, siblings = zip(*[p.cut_rows(level.qo_indptr, shape) for level in levels], strict=True)
     row0, count = np.concatenate(row0s), np.concatenate(counts)
-    first, groups = [0], [0]
-    for level, tiles in zip(levels, of, strict=True):
-        first.append(first[-1] + len(tiles))
-        groups.append(groups[-1] + len(level.kv_len))
+    first = [0, *accumulate(map(len, of))]
+    groups = accumulate([len(level.kv_len) for level in levels], initial=0)
+    group = np.concatenate([tiles + n for tiles, n in zip(of, groups, strict=False)])
     request = rows.request[row0 // shape.group_size]
     alone = request == rows.request[(row0 + count - 1) // shape.group_size]
-    keys, table, group, offset = (
-        np.concatenate(parts)
-        for parts in (
-            [level.kv_len[tiles] for level, tiles in zip(levels, of, strict=True)],
-            [level.kv_start[tiles] for level, tiles in zip(levels, of, strict=True)],
-            [tiles + n for n, tiles in zip(groups, of, strict=False)],
-            [rows.offset[n, request[i:j]] for n, (i, j) in enumerate(pairwise(first))],
-        )
-    )
+    keys = np.concatenate([level.kv_len for level in levels])[group]
+    table = np.concatenate([level.kv_start for level in levels])[group]
+    offset = rows.offset[np.arange(len(levels)).repeat([len(tiles) for tiles in of]), request]
     base = np.zeros((len(row0), p.ITEM), np.int32)
     for column, value in (
         (p.REQUEST, np.where(alone, request, -1)), (p.ROW0, row0), (p.ROWS, count), (p.KEYS, keys),
         (p.OFFSET, offset), (p.TABLE, table),
     ):  # fmt: skip
         base[:, column] = value
-    base[:, p.Q_START : p.KV_LEN + 1] = rows.table[request, :3] * alone[:, None]
+    np.multiply(rows.table.take(request, axis=0), alone[:, None], out=base[:, p.Q_START :], casting="same_kind")
     if all(x is None for x in siblings):
         together = None
     else:
@@ -163,7 +156,7 @@ def _ends(
     """Keys [begin, end) of every tile that any of its rows can see: what its ranges see, together."""
     lo = hi = None
     if visible is not None and len(found.row0):
-        start, qo_len, kv_len = rows.table[ranges.request, :3].T
+        start, qo_len, kv_len, _ = rows.table.take(ranges.request, axis=0).T
         shift = kv_len - qo_len - start
         last = (ranges.row0 + ranges.rows - 1) // shape.group_size
         lo, hi = visible(ranges.row0 // shape.group_size + shift, last + shift, qo_len, kv_len)
@@ -199,15 +192,14 @@ def _merges(
     """(records of the pieces, targets, sources, partial rows)."""
     records = base.take(pieces.tile, axis=0)
     records[:, p.BEGIN], records[:, p.END] = pieces.begin, pieces.end
-    count = np.zeros(len(base) + 1, np.int64)  # pieces of a tile; the last element: no tile
-    count[:-1] = np.bincount(pieces.tile, minlength=len(base))
+    count = np.bincount(pieces.tile, minlength=len(base) + 1)  # pieces of a tile; the last element: no tile
     place = kept[ranges.tile]  # [levels, ranges]
     sources = count[place]
     partial = np.zeros(len(count), bool)  # tiles of which some row has another state
     partial[place[:, sources.sum(axis=0) > 1]] = True
     partial[-1] = False
-    merged = partial[place].any(axis=0)
-    place, sources = place[:, merged].T, sources[:, merged].T  # [targets, levels]
+    merged = partial[place].any(axis=0).nonzero()[0]
+    place, sources = place.T.take(merged, axis=0), sources.T.take(merged, axis=0)  # [targets, levels]
     row0, size, request = ranges.row0[merged], ranges.rows[merged], ranges.request[merged]
 
     member = partial[pieces.tile].nonzero()[0]
@@ -224,5 +216,5 @@ def _merges(
     targets = np.empty((len(row0), p.TARGET), np.int32)
     targets[:, p.REQUEST], targets[:, p.T_ROW0], targets[:, p.T_ROWS] = request, row0, size
     targets[:, p.T_SOURCE0], targets[:, p.T_SOURCES] = total.cumsum() - total, total
-    targets[:, p.T_Q_START :] = rows.table[request, :3]
+    targets[:, p.T_Q_START :] = rows.table.take(request, axis=0)[:, :3]
     return records, targets, np.ascontiguousarray(records[piece, p.DELTA]), int(length.sum())

@@ -18,12 +18,12 @@ from attncc.runtime.plan_pieces import STARTUP
 # Measured on a H200 (132 SMs, bf16, 32 query and 8 kv heads of 128, page 16; µs a layer, flat -> with a level):
 # B64, 8192 keys shared + 256 own 285 -> 82; B128, 2048 + 512 194 -> 127; B16, 32768 + 512 273 -> 87; B32, 1024 + 1024
 # 54.5 -> 55.1.  A flat plan meets shared keys again in L2, at 7.8 TB/s.  At that rate the levels save 267, 133, 258 and
-# 17 µs, of which 203, 67, 186 and -1 are gained: a level costs 64, 66, 72 and 17 µs.  Where it is worth less than most
-# of these, a flat plan loses little.
+# 17 µs, of which 203, 67, 186 and -1 are gained: a level costs 64, 66, 72 and 17 µs.  As three agree, theirs is taken:
+# a prefix may be left that would gain a little, but none is taken that loses.
 L2_RATE = 59_000  # bytes a µs and SM that are read again
 LEVEL_TIME = 65  # µs that a level takes, whatever it reads: states wait for one another, and are merged
 LEVELS = 3  # beyond these, what a level saves is little
-STRIDE = 64  # pages of neighbours that are compared at first
+COMPARED = 1 << 16  # page ids that are compared at first
 
 
 class _Group(NamedTuple):
@@ -56,13 +56,21 @@ def find_shared(
     live = np.diff(batch.qo_indptr).nonzero()[0]
     if len(live) < 2 or shape.page_size == 0 or not len(kv_indices):
         return None
-    start = batch.kv_start[live]
-    common = _common(start, batch.kv_len[live] // shape.page_size, kv_indices)
-    if common is None:
+    start, pages = batch.kv_start[live], batch.kv_len[live] // shape.page_size
+    most = np.minimum(pages[:-1], pages[1:])
+    first = kv_indices.take(start, mode="clip")  # a request without pages may start at the end
+    alike = ((first[:-1] == first[1:]) & (most > 0)).nonzero()[0]
+    if not len(alike):
         return None
-    cost, levels = _Cost(shape, batch, live, visible), []
+    cost = _Cost(shape, batch, live)
+    if cost.most(int(most[alike].sum())) <= cost.level:
+        return None
+    common = _common(start, most, alike, kv_indices)
+    levels: list[Batch] = []
     while len(levels) < min(LEVELS, shape.max_levels) - 1:
         groups, saved = _groups(common, cost)
+        if not levels and saved > cost.level and cost.hide(batch, live, visible):
+            groups, saved = _groups(common, cost)
         if saved <= cost.level:
             break
         levels.append(_level(shape, batch, live, start + cost.done, groups))
@@ -78,34 +86,23 @@ def find_shared(
     return [*levels, Batch(batch.qo_indptr, batch.kv_start + done, batch.kv_len - done * shape.page_size)]
 
 
-def _seen(batch: Batch, visible: Visible | None) -> tuple[np.ndarray, np.ndarray]:
-    """Positions [lo, hi) that any row of a request can see."""
-    qo_len = np.diff(batch.qo_indptr)
-    lo = hi = None
-    if visible is not None:
-        lo, hi = visible(batch.kv_len - qo_len, batch.kv_len - 1, qo_len, batch.kv_len)
-    lo, hi = (0 if lo is None else lo), (batch.kv_len if hi is None else hi)
-    return np.broadcast_to(lo, qo_len.shape), np.broadcast_to(hi, qo_len.shape)
-
-
-def _common(start: np.ndarray, pages: np.ndarray, ids: np.ndarray) -> np.ndarray | None:
-    """Full pages that each request has in common with the next, from its first on: [requests - 1]; None: none has."""
-    most = np.minimum(pages[:-1], pages[1:])
-    first = ids.take(start, mode="clip")  # a request without pages may start at the end
-    alive = ((first[:-1] == first[1:]) & (most > 0)).nonzero()[0]
-    if not len(alive):
-        return None
-    ids = np.ascontiguousarray(ids)
-    common, stride = np.zeros_like(most), STRIDE
-    while len(alive):  # in strides that grow with what was found alike: little is compared for nothing
-        at = common[alive]
-        width = min(stride, int((most[alive] - at).max()))
-        differ = _windows(ids, start[alive] + at, width) != _windows(ids, start[alive + 1] + at, width)
+def _common(start: np.ndarray, most: np.ndarray, alike: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Pages that each request has in common with the next, from its first on and `most` at most: [requests - 1].
+    `alike`: the requests whose first page is that of the next."""
+    ids, common, at = np.ascontiguousarray(ids), np.zeros_like(most), 0
+    one, two, left = start[alike], start[alike + 1], most[alike]
+    stride = max(1, COMPARED // len(alike))
+    while len(alike):  # in strides that grow with what was found alike: little is compared for nothing
+        width = min(stride, int(left.max()) - at)
+        differ = _windows(ids, one + at, width) != _windows(ids, two + at, width)
         ran = differ.argmax(axis=1)
-        alike = ~differ[np.arange(len(alive)), ran]
-        ran[alike] = width
-        common[alive] = np.minimum(at + ran, most[alive])
-        alive = alive[alike & (common[alive] < most[alive])]
+        same = (ran == 0) & ~differ[:, 0]
+        ran[same] = width
+        ran += at
+        common[alike] = np.minimum(ran, left)
+        at += width
+        more = (same & (left > at)).nonzero()[0]
+        alike, one, two, left = alike[more], one[more], two[more], left[more]
         stride *= 8
     return common
 
@@ -123,16 +120,33 @@ def _windows(ids: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
 class _Cost:
     """What a shared prefix saves, in bytes a kv head that are read again from L2."""
 
-    def __init__(self, shape: Shape, batch: Batch, live: np.ndarray, visible: Visible | None):
-        packed = np.diff(batch.qo_indptr)[live] * shape.group_size
+    def __init__(self, shape: Shape, batch: Batch, live: np.ndarray):
+        indptr = batch.qo_indptr
+        packed = (indptr[1:] - indptr[:-1])[live] * shape.group_size
         self._shape = shape
         self._tiles = -(-packed // shape.tile_q)
         self._rows_before = [0, *packed.cumsum().tolist()]
         self._tiles_before = [0, *self._tiles.cumsum().tolist()]
-        lo, hi = (x[live] for x in _seen(batch, visible))
-        self._seen = (lo, hi) if ((lo > 0) | (hi < batch.kv_len[live])).any() else None
+        self._seen: tuple[np.ndarray, np.ndarray] | None = None  # None: everything
         self.done = np.zeros(len(live), np.int64)  # pages of every request that outer levels take
-        self.level = LEVEL_TIME * L2_RATE * shape.sm_count / shape.num_kv_heads
+        self.level = LEVEL_TIME * L2_RATE * shape.sm_count // shape.num_kv_heads
+
+    def hide(self, batch: Batch, live: np.ndarray, visible: Visible | None) -> bool:
+        """From now on only keys count that some row of their request can see; whether there are others."""
+        if visible is None:
+            return False
+        keys = batch.kv_len[live]
+        qo_len = (batch.qo_indptr[1:] - batch.qo_indptr[:-1])[live]
+        lo, hi = visible(keys - qo_len, keys - 1, qo_len, keys)
+        if (lo is None or not (lo > 0).any()) and (hi is None or not (hi < keys).any()):
+            return False
+        lo, hi = (0 if lo is None else lo), (keys if hi is None else hi)
+        self._seen = np.broadcast_to(lo, keys.shape), np.broadcast_to(hi, keys.shape)
+        return True
+
+    def most(self, pages: int) -> int:
+        """What can be saved at most where neighbours share so many pages, all pairs of them taken together."""
+        return pages * int(self._tiles.max()) * self._shape.page_size * self._shape.kv_bytes
 
     def saved(self, g: _Group, skip: int = 0) -> int:
         """Keys read once a tile of the group instead of once a tile of each request, less a state of every row more to
@@ -170,7 +184,8 @@ def _groups(common: np.ndarray, cost: _Cost) -> tuple[list[_Group], int]:
             depth, first, sum_inside, groups = open_runs.pop()
             group = _Group(first, at + 1, depth)
             sum_inside, groups = sum_inside + saved, groups + inside
-            whole = cost.saved(group) + sum([max(0, cost.saved(g, skip=depth)) for g in groups])
+            nested = sum([max(0, cost.saved(g, skip=depth)) for g in groups]) - cost.level
+            whole = cost.saved(group) + max(0, nested)
             saved, inside = (whole, [group]) if whole > max(0, sum_inside) else (sum_inside, groups)
         if pages == 0:
             best += inside

@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from cases import example
 from checks import compile_case, inputs_for
 
-from attncc.runtime.artifact import Artifact
 from attncc.runtime.kernel import Kernel
 
 CAUSAL, LOCAL = example("causal", "causal"), example("gemma2", "gemma2_local")
@@ -20,8 +18,7 @@ CAUSAL, LOCAL = example("causal", "causal"), example("gemma2", "gemma2_local")
 
 def fresh(case) -> Kernel:
     """The same kernel, loaded anew: nothing bound, no counters."""
-    known = compile_case(case)
-    return Kernel(Artifact(known.manifest, {"forward": known._cubin}, Path()))
+    return Kernel(compile_case(case).serving("dense"))
 
 
 def shifted(t: torch.Tensor) -> torch.Tensor:

@@ -34,14 +34,10 @@ TEAM = 3  # warps that gather together
 LEAD = 4  # blocks before the end of an item at which the next one is asked for: three trips to memory
 
 
-@cute.jit
 def locate(local, exists, table, lists, sizes):
     """(page, row in the page) of a local key."""
     index = local // sizes.page_size
-    page = Int32(0)
-    if exists:
-        page = kept_word(lists.kv_indices, table + index)
-    return page, local - index * sizes.page_size
+    return kept_word(lists.kv_indices, table + index, exists), local - index * sizes.page_size
 
 
 def look_up_box(p, item, n, lists, sizes):

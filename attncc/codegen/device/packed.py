@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+from cutlass._mlir.dialects import llvm
 
 from .functors import Env, Tile, open_row, unit_of
 from .ring import warp_uniform
@@ -76,11 +77,12 @@ def word(pointer, at):
 EVICT_LAST = 0x14F0000000000000  # an L2 policy
 
 
-def kept_word(pointer, at):
-    """A word of the plan, which every layer of a model reads again: it is to stay in L2 while keys stream through."""
-    load = "ld.global.L2::cache_hint.b32 {$w0}, [{$r0}], {$r1};"
-    address = (pointer + at).toint()
-    return cute.arch.inline_ptx(load, write_only_types=[Int32], read_only_args=[address, Int64(EVICT_LAST)])
+def kept_word(pointer, at, ok):
+    """A word of the plan where ok, else 0.  Every layer of a model reads it again: it is to stay in L2 while keys
+    stream through.  A predicate, not a branch: at a join the warp would wait for what it has loaded."""
+    asm = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.L2::cache_hint.b32 $0, [$1], $3; }"
+    arguments = [(pointer + at).toint().ir_value(), Int32(ok).ir_value(), Int64(EVICT_LAST).ir_value()]
+    return Int32(llvm.inline_asm(Int32.mlir_type, arguments, asm, "=r,l,r,l", has_side_effects=False))
 
 
 class Load(NamedTuple):

@@ -33,14 +33,12 @@ def listed_before(x, kv_len, keys, table, lists, sizes):
     while begin < end:  # blocks before `begin` are before x's, from `end` on they are not
         step = (end - begin + 31) // 32
         last = begin + (cute.arch.lane_idx() + 1) * step - 1
-        before = Boolean(False)
-        if last < end:
-            before = Boolean(kept_word(lists.kv_indices, table + last) < block)
+        before = Boolean((last < end) & (kept_word(lists.kv_indices, table + last, last < end) < block))
         begin = begin + cute.arch.popc(cute.arch.vote_ballot_sync(before)) * step
         end = cutlass.min(begin + step - 1, end)
     found = begin * sizes.page_size
     if begin < total:
-        if kept_word(lists.kv_indices, table + begin) == block:
+        if kept_word(lists.kv_indices, table + begin, True) == block:
             found = found + (x - block * sizes.page_size)
     return cutlass.min(found, keys)
 
@@ -118,7 +116,7 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
     # most often this is the first record: on its way while the header tells
     guess = lists.items + (bx // sizes.num_kv_heads) * RECORD_WORDS
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[guess.toint()])
-    total, heads = kept_word(lists.header, 0), kept_word(lists.header, 1)
+    total, heads = kept_word(lists.header, 0, True), kept_word(lists.header, 1, True)
     slot, phase, asked = Int32(0), Int32(1), Int32(0)
     ticket = bx
     live = Boolean(True)
@@ -130,10 +128,7 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         added = tuple(Int32(0) for _ in range(12))
         record = ticket // heads
         if lane < RECORD_WORDS:
-            mine = Int32(0)
-            if live:
-                mine = kept_word(lists.items, record * RECORD_WORDS + lane)
-            at[lane] = mine
+            at[lane] = kept_word(lists.items, record * RECORD_WORDS + lane, live)
         cute.arch.sync_warp()
         if live:
             g = at[WORDS["head"]] + (ticket - record * heads)

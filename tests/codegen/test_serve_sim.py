@@ -18,6 +18,8 @@ from codegen.simulated import Batch, Lengths, Served
 from gpu.cases import example
 from ptx.program import Fault
 
+from attncc.runtime import prefix
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 
 CAUSAL = Served(example("causal", "causal"), 16)
@@ -81,8 +83,9 @@ def test_cascades(served: Served, heads: tuple[int, int]) -> None:
         sim.serve_checks.check(x, sim.run(one, x), want)
 
 
-def test_prefixes_found_by_the_plan() -> None:
-    """Six requests whose page lists start with the same 8 pages."""
+def test_prefixes_found_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six requests whose page lists start with the same 8 pages, as if a level took no time."""
+    monkeypatch.setattr(prefix, "LEVEL_TIME", 0)
     x = sim.batch(CAUSAL, [(1, 128 + 16 * n) for n in range(6)], (4, 1))
     qo, pages, ids, last = x.table
     for first in pages[1:-1].tolist():

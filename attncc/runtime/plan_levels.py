@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attncc.runtime import plan as p
-from attncc.runtime.plan_pieces import Pieces, Tiles, divide
+from attncc.runtime.plan_pieces import Pieces, Tiles, cost, divide
 
 
 class NotEnoughPartialRows(ValueError):
@@ -64,9 +64,10 @@ def plan_levels(shape: p.Shape, levels: Sequence[p.Batch], visible: p.Visible | 
     found = _tiles(shape, levels, rows)
     ranges = _ranges(shape, found, rows)
     kept, tiles, base = _kept(found, ranges, *_ends(shape, found, ranges, rows, visible))
+    level = [int(np.count_nonzero(kept[:n] >= 0)) for n in found.first]
     coarser = 1
     while True:
-        pieces = divide(shape, tiles, coarser)
+        pieces = _divide(shape, tiles, level, coarser)
         records, targets, sources, used = _merges(base, pieces, kept, ranges, rows)
         if used <= shape.partial_rows:
             break
@@ -184,6 +185,28 @@ def _kept(found: _Tiles, ranges: _Ranges, begin: np.ndarray, end: np.ndarray) ->
     siblings = None if found.siblings is None else found.siblings[keep]
     tiles = Tiles(found.rows[keep], begin[keep], end[keep], siblings, found.keys[keep], found.group[keep])
     return place, tiles, found.base[keep]
+
+
+def _divide(shape: p.Shape, tiles: Tiles, level: Sequence[int], coarser: int) -> Pieces:
+    """Every level cut by itself, and outer levels taken first.
+
+    Rows are merged by whoever ends last.  A shared tile ends for many requests at once: its CTA would merge them one
+    after another (2 µs each), while those that end the requests' own keys do so side by side.
+    """
+    parts = [Tiles(*(x if x is None else x[i:j] for x in tiles)) for i, j in pairwise(level)]
+    works = [max(1, int(cost(part.begin, part.end, shape.tile_kv).sum())) for part in parts]
+    done = np.append(0, np.cumsum(works)) / sum(works)
+    found = [divide(shape, part, coarser) for part in parts]
+    count = accumulate([len(pieces.tile) for pieces in found], initial=0)
+    whole = [np.zeros(len(x.tile), bool) if x.whole is None else x.whole for x in found]
+    return Pieces(
+        np.concatenate([pieces.tile + n for pieces, n in zip(found, level, strict=False)]),
+        np.concatenate([pieces.begin for pieces in found]),
+        np.concatenate([pieces.end for pieces in found]),
+        np.concatenate([x.start * (b - a) + a for x, (a, b) in zip(found, pairwise(done), strict=True)]),
+        np.concatenate(whole) if any(x.whole is not None for x in found) else None,
+        np.concatenate([pieces.onward + n for pieces, n in zip(found, count, strict=False)]),
+    )
 
 
 def _merges(

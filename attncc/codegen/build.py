@@ -42,8 +42,8 @@ SERVE_POINTERS = (
     "part_o", "part_lse", "counters",
 )  # fmt: skip
 SERVE_SIZES = (
-    "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads", "group_size",
-    "page_size",
+    "rows", "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads",
+    "group_size", "page_size",
 )  # fmt: skip
 SAMPLE = {"i32": lambda: Int32(1), "f32": lambda: Float32(1.0), "ptr": lambda: Int64(0)}
 

@@ -40,10 +40,10 @@ ARENA = (
 )  # fmt: skip
 KV_STRIDES = tuple(f"{x}_{dim}_stride" for x in "kv" for dim in ("page", "row", "head"))
 ROW_STRIDES = ("q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride")
-HEADS = ("num_qo_heads", "num_kv_heads", "group_size", "page_size")
+COUNTS = ("rows", "num_qo_heads", "num_kv_heads", "group_size", "page_size")
 KNOWN = {
     "dense": {*MAPS, *GEOMETRY, "lse", "tickets"},
-    "served": {"map_k", "map_v", "k", "v", "q", "out", "lse", *ARENA, *KV_STRIDES, *ROW_STRIDES, *HEADS},
+    "served": {"map_k", "map_v", "k", "v", "q", "out", "lse", *ARENA, *KV_STRIDES, *ROW_STRIDES, *COUNTS},
 }
 
 

@@ -16,12 +16,12 @@ from attncc.runtime.plan_levels import NotEnoughPartialRows, plan_levels
 from attncc.runtime.plan_pieces import STARTUP
 
 # Measured on a H200 (132 SMs, bf16, 32 query and 8 kv heads of 128, page 16; µs a layer, flat -> with a level):
-# B64, 8192 keys shared + 256 own 285 -> 82; B128, 2048 + 512 194 -> 127; B16, 32768 + 512 273 -> 87; B32, 1024 + 1024
-# 54.5 -> 55.1.  A flat plan meets shared keys again in L2, at 7.8 TB/s.  At that rate the levels save 267, 133, 258 and
-# 17 µs, of which 203, 67, 186 and -1 are gained: a level costs 64, 66, 72 and 17 µs.  As three agree, theirs is taken:
-# a prefix may be left that would gain a little, but none is taken that loses.
+# B64, 8192 keys shared + 256 own 286 -> 62; B128, 2048 + 512 196 -> 115; B16, 32768 + 512 273 -> 60; B32, 1024 + 1024
+# 54.5 -> 55.  A flat plan meets shared keys again in L2, at 7.8 TB/s.  At that rate the levels save 267, 133, 258 and
+# 17 µs, of which 224, 81, 213 and -1 are gained: a level costs 43, 52, 45 and 18 µs.  A prefix may be left that would
+# gain a little, but none is taken that loses.
 L2_RATE = 59_000  # bytes a µs and SM that are read again
-LEVEL_TIME = 65  # µs that a level takes, whatever it reads: states wait for one another, and are merged
+LEVEL_TIME = 50  # µs that a level takes, whatever it reads: states wait for one another, and are merged
 LEVELS = 3  # beyond these, what a level saves is little
 COMPARED = 1 << 16  # page ids that are compared at first
 

@@ -42,7 +42,7 @@ class Served:
         if self.pages is None:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
         fields = {
-            "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
+            "rows": len(q), "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
             "group_size": sizes.num_qo_heads // sizes.num_kv_heads, "page_size": self.page_size or 0,
             **row_strides("q", q), **row_strides("out", out),
         }  # fmt: skip

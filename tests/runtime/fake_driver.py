@@ -49,6 +49,19 @@ class FakeDriver:
     def is_capturing(self, stream):
         return stream in self.capturing
 
+    def make_event(self, device):
+        return None
+
+    def upload(self, copies, stream, event):
+        for destination, source, size in copies:
+            ctypes.memmove(destination, source, size)
+
+    def wait(self, event):
+        pass
+
+    def destroy(self, event):
+        pass
+
     def load(self, cubin, kernel, arch, device):
         self.loads.append(device)
         return ("function", device, kernel)
@@ -125,8 +138,8 @@ SERVED_POINTERS = (
     "part_o", "part_lse", "counters",
 )  # fmt: skip
 SERVED_SIZES = (
-    "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads", "group_size",
-    "page_size",
+    "rows", "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads",
+    "group_size", "page_size",
 )  # fmt: skip
 
 

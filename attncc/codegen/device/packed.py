@@ -50,6 +50,7 @@ class Lists(NamedTuple):
 
 
 class Sizes(NamedTuple):
+    rows: Any  # of q and out
     q_row: Any  # strides, in elements
     q_head: Any
     out_row: Any

@@ -40,7 +40,7 @@ from .ring import Ring, is_lead, open_ring, release, release_for, warp_uniform
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
 
-NUM_SIZES = 8  # i32 parameters before the variant's own
+NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup
 
 

@@ -116,7 +116,9 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
     # most often this is the first record: on its way while the header tells
     guess = lists.items + (bx // sizes.num_kv_heads) * RECORD_WORDS
     cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[guess.toint()])
-    total, heads = kept_word(lists.header, 0, True), kept_word(lists.header, 1, True)
+    total, heads, rows = (kept_word(lists.header, k, True) for k in range(3))
+    # a graph that captured a run with fewer rows than the plan it is replayed with must not write past them
+    total = cutlass.select_(rows <= sizes.rows, total, Int32(0))
     slot, phase, asked = Int32(0), Int32(1), Int32(0)
     ticket = bx
     live = Boolean(True)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "AttnError", "BatchAttention", "__version__", "append_kv", "compile", "load", "merge_state_list", "merge_states",
-    "reference",
+    "AttnError", "BatchAttention", "Kernel", "__version__", "append_kv", "compile", "load", "merge_state_list",
+    "merge_states", "reference",
 ]  # fmt: skip
 
 _HOMES = {
     "AttnError": "attncc.diagnostics",
     "BatchAttention": "attncc.runtime.batch",
+    "Kernel": "attncc.runtime.kernel",
     "append_kv": "attncc.utilities",
     "compile": "attncc.compiler",
     "load": "attncc.compiler",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from attncc.compiler import compile, load, reference
     from attncc.diagnostics import AttnError
     from attncc.runtime.batch import BatchAttention
+    from attncc.runtime.kernel import Kernel
     from attncc.utilities import append_kv, merge_state_list, merge_states
 
 

@@ -62,7 +62,9 @@ def _read_manifest(root: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
     except OSError as e:
-        raise ValueError(f"artifact {root}: cannot read {MANIFEST}: {e.strerror}") from None
+        inside = sorted(x.parent.name for x in root.glob(f"*/{MANIFEST}"))
+        hint = f"; there are artifacts inside: {', '.join(inside)}" if inside else ""
+        raise ValueError(f"artifact {root}: cannot read {MANIFEST}: {e.strerror}{hint}") from None
     except (ValueError, RecursionError):
         raise ValueError(f"artifact {root}: {MANIFEST} is not JSON: the artifact is damaged") from None
     if not isinstance(manifest, dict) or "schema" not in manifest:

@@ -86,7 +86,10 @@ class Kernel:
         takes += [f"{name}: const = {value}" for name, value in m["const"].items()]
         dims = {m["head_dim_qk"], m["head_dim_vo"]}
         head_dim = "/".join(map(str, (m["head_dim_qk"], m["head_dim_vo"]) if len(dims) > 1 else dims))
-        return f"<attncc.Kernel {self.variant}({', '.join(takes)}) head_dim {head_dim}, {m['dtype']}, {m['arch']}>"
+        kind = [f"head_dim {head_dim}", m["dtype"], m["arch"]]
+        if m["layout"] != "dense":
+            kind.append(" ".join(str(x) for x in (m["layout"], m.get("page_size")) if x))
+        return f"<attncc.Kernel {self.variant}({', '.join(takes)}) {', '.join(kind)}>"
 
     def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, **params):
         tensors, scalars = (q, k, v), ()
@@ -106,10 +109,11 @@ class Kernel:
         with self._building:
             if wanted not in self._artifacts:
                 if self._build is None:
+                    command = f"`attncc build FILE:{self.variant} {_flags(*wanted)}` builds it, and "
                     raise ValueError(
                         f"kernel: expected an artifact for {_said(*wanted)}, found one for "
                         f"{_said(self.manifest['layout'], self.manifest.get('page_size'))}; "
-                        f"`attncc build {_flags(*wanted)}` builds it, and attncc.compile makes kernels for any layout"
+                        f"{'' if layout == 'blocks' else command}attncc.compile makes kernels for any layout"
                     )
                 self._artifacts[wanted] = self._checked(self._build(layout, page_size))
             return self._artifacts[wanted]

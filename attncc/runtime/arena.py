@@ -6,7 +6,8 @@ the latest plan there.  Elements are int32 or float32: four bytes each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,16 +23,14 @@ class Arena:
 
     `planned` and `scratch` give the elements of every slice; those of `planned` lie in that order.  Behind what is used
     of the last one lies the tail, up to `tail` elements whose place (`tail_at`) goes with the plan: all that a plan
-    says lies close together, so that one copy takes it, though no slice moves.  `make_event` makes what tells that a
-    copy is done: `record(device)`, `synchronize()`.
+    says lies close together, so that one copy takes it, though no slice moves.  `driver` (driver.py) makes the copies.
     """
 
     def __init__(
         self, planned: Mapping[str, int], tail: int, scratch: Mapping[str, int], device: torch.device,
-        make_event: Callable[[], Any] | None = None,
+        driver: Any,
     ):  # fmt: skip
-        self._device = device
-        self._make_event = make_event or (CudaEvent if device.type == "cuda" else Done)
+        self._device, self._index, self._driver = device, device.index or 0, driver
         self._sizes, self._last = dict(planned), list(planned)[-1]
         self._lay_out(tail)
         offsets, total = place(scratch)
@@ -48,17 +47,18 @@ class Arena:
         with torch.inference_mode(False):
             self._plan = torch.zeros(total, dtype=torch.int32, device=self._device)
             staging = [torch.zeros(total, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
-        self._ring = [(t, t.numpy(), self._make_event()) for t in staging]
+        self._base = self._plan.data_ptr()
+        self._ring = [Staging(t, self._plan, self._driver, self._index) for t in staging]
         self._turn = 0
 
     def address(self, name: str) -> int:
         """Where a slice starts on the device."""
-        return self._plan.data_ptr() + 4 * self._offsets[name] if name in self._offsets else self._fixed[name]
+        return self._base + 4 * self._offsets[name] if name in self._offsets else self._fixed[name]
 
     @property
     def base(self) -> int:
         """The address that `tail_at` counts from."""
-        return self._plan.data_ptr()
+        return self._base
 
     def tail_at(self, used: int) -> int:
         """Where the tail starts, in elements from `base`, when so many of the last slice are used."""
@@ -75,9 +75,9 @@ class Arena:
 
         Waits only where the staging buffer whose turn it is still has a copy in flight.
         """
-        tensor, memory, event = self._ring[self._turn]
-        event.synchronize()
-        used = []
+        staging = self._ring[self._turn]
+        self._driver.wait(staging.event)
+        memory, used = staging.memory, []
         for name, array in parts.items():
             at, size = self._offsets[name], array.size
             assert size <= self._sizes[name], f"{name}: {size} elements in a slice of {self._sizes[name]}"
@@ -91,10 +91,27 @@ class Arena:
             memory[at:end] = array
             used += [(at, end)] if end > at else []
             at = end
-        for start, end in joined(used):
-            self._plan[start:end].copy_(tensor[start:end], non_blocking=True)
-        event.record(self._device)
+        copies = [
+            (self._base + 4 * start, staging.address + 4 * start, 4 * (end - start)) for start, end in joined(used)
+        ]
+        self._driver.upload(copies, self._driver.current_stream(self._index), staging.event)
         self._turn = (self._turn + 1) % RING
+
+
+class Staging:
+    """Host memory that copies to the device read, and the event that tells when the last one has read it."""
+
+    def __init__(self, source: torch.Tensor, destination: torch.Tensor, driver: Any, index: int):
+        self.memory, self.address = source.numpy(), source.data_ptr()
+        self.event = driver.make_event(index)
+        # torch knows nothing of the copies: it would hand memory that one of them still needs to somebody else
+        weakref.finalize(self, _release, (source, destination), driver, self.event).atexit = False
+
+
+def _release(memory: tuple[torch.Tensor, ...], driver: Any, event: Any) -> None:
+    """Wait for the last copy, until which `memory` is held."""
+    driver.wait(event)
+    driver.destroy(event)
 
 
 def place(sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
@@ -118,24 +135,3 @@ def joined(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
             found[-1] = (last, end)
         until = end
     return found
-
-
-class CudaEvent:
-    """Done when what the device's current stream held at `record` is done."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event()
-
-    def record(self, device: torch.device) -> None:
-        self._event.record(torch.cuda.current_stream(device))
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-
-class Done:
-    """For memory that is written before `copy_` returns."""
-
-    def record(self, device: torch.device) -> None: ...
-
-    def synchronize(self) -> None: ...

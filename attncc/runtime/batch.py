@@ -126,7 +126,7 @@ class BatchAttention:
         planned = {n: sizes[n] for n in ("row_request", "requests", "header", "sources", "targets", "items")}
         scratch = {"zeros": 64, "tickets": 2, **{n: sizes[n] for n in ("counters", "part_o", "part_lse")}}
         tail = self._max_kv_pages or (0 if self._served.page_size is None else FIRST_TAIL)
-        return Arena(planned, tail, scratch, self._device)
+        return Arena(planned, tail, scratch, self._device, self._served.loaded.driver)
 
     # ------------------------------------------------------------------ plan
 

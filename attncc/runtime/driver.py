@@ -11,7 +11,7 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,14 @@ class Function:
     block: tuple[int, int, int]
     smem: int
     library: Any  # keeps the code loaded
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point of a stream in a device's primary context, set by `Driver.upload`."""
+
+    handle: Any
+    context: Any
 
 
 class Driver:
@@ -111,6 +119,64 @@ class Driver:
             retained = self._cu.cuDevicePrimaryCtxRetain(handle)
             self._contexts[device] = self._check("cuDevicePrimaryCtxRetain", retained)
         return self._contexts[device]
+
+    # ------------------------------------------------------------------ copies
+
+    def make_event(self, device: int) -> Event:
+        """An event of that device, for `upload`; waiting for it before that takes no time."""
+        cu, context = self._cu, self._context(device)
+        pushed = self._push(context)
+        try:
+            made = cu.cuEventCreate(int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        finally:
+            self._pop(pushed)
+        return Event(self._check("cuEventCreate", made), context)
+
+    def upload(self, copies: Sequence[tuple[int, int, int]], stream: int, event: Event) -> None:
+        """Copy (address on the device, address in pinned memory, bytes) in the order of `stream`, without waiting;
+        `event` tells when it is done."""
+        cu = self._cu
+        pushed = self._push(event.context)
+        try:
+            for destination, source, size in copies:
+                copied = cu.cuMemcpyHtoDAsync(destination, source, size, stream)
+                if copied[0]:
+                    self._check("cuMemcpyHtoDAsync", copied)
+            recorded = cu.cuEventRecord(event.handle, stream)
+        finally:
+            self._pop(pushed)
+        if recorded[0]:
+            self._check("cuEventRecord", recorded)
+
+    def wait(self, event: Event) -> None:
+        """Wait on the host until the last `upload` with that event is done."""
+        pushed = self._push(event.context)
+        try:
+            done = self._cu.cuEventSynchronize(event.handle)
+        finally:
+            self._pop(pushed)
+        if done[0]:
+            self._check("cuEventSynchronize", done)
+
+    def destroy(self, event: Event) -> None:
+        pushed = self._push(event.context)
+        try:
+            done = self._cu.cuEventDestroy(event.handle)
+        finally:
+            self._pop(pushed)
+        self._check("cuEventDestroy", done)
+
+    def _push(self, context: Any) -> bool:
+        """Make a context current; False where it is.  torch's current device decides which one is, and a new thread
+        has none."""
+        if int(self._cu.cuCtxGetCurrent()[1]) == int(context):
+            return False
+        self._check("cuCtxPushCurrent", self._cu.cuCtxPushCurrent(context))
+        return True
+
+    def _pop(self, pushed: bool) -> None:
+        if pushed:
+            self._check("cuCtxPopCurrent", self._cu.cuCtxPopCurrent())
 
     # ------------------------------------------------------------------ kernels
 

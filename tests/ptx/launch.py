@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,16 @@ class SimulatedDriver:
 
     def is_capturing(self, stream: int) -> bool:
         return False
+
+    def make_event(self, device: int) -> None: ...
+
+    def upload(self, copies: Sequence[tuple[int, int, int]], stream: int, event: None) -> None:
+        for destination, source, size in copies:
+            ctypes.memmove(destination, source, size)
+
+    def wait(self, event: None) -> None: ...
+
+    def destroy(self, event: None) -> None: ...
 
     def load(self, cubin: bytes, kernel: Mapping[str, Any], arch: str, device: int) -> Mapping[str, Any]:
         return kernel

@@ -14,6 +14,8 @@ static _Thread_local int mode;
 
 /* What a test sets and reads through ctypes. */
 int stub_version = 13000, stub_major = 9, stub_fail_launch, stub_refuse_zero_stride, stub_capturing_stream = -1;
+int stub_fail_copy, stub_copies, stub_events, stub_waits;
+uintptr_t stub_copy_stream, stub_record_stream;
 int stub_loads, stub_launches, stub_load_mode, stub_param_count, stub_smem_attribute;
 size_t stub_offsets[64], stub_sizes[64];
 struct { uintptr_t function, stream, context; unsigned grid[3], block[3], smem; unsigned char params[4096]; } stub_last;
@@ -40,6 +42,33 @@ int cuCtxPopCurrent_v2(uintptr_t *c) {
 }
 int cuThreadExchangeStreamCaptureMode(int *m) { int old = mode; mode = *m; *m = old; return 0; }
 int cuStreamIsCapturing(uintptr_t stream, int *status) { *status = (int)stream == stub_capturing_stream; return 0; }
+
+static int is_current(uintptr_t event) { return depth && contexts[depth - 1] - 0x1000 == event - 0x5000; }
+int cuEventCreate(uintptr_t *e, unsigned flags) {
+    if (!depth || flags != 2) return INVALID_CONTEXT;
+    stub_events++;
+    *e = 0x5000 + contexts[depth - 1] - 0x1000;
+    return 0;
+}
+int cuEventRecord(uintptr_t e, uintptr_t stream) {
+    stub_record_stream = stream;
+    return is_current(e) ? 0 : INVALID_CONTEXT;
+}
+int cuEventSynchronize(uintptr_t e) {
+    stub_waits++;
+    return is_current(e) ? 0 : INVALID_CONTEXT;
+}
+int cuEventDestroy_v2(uintptr_t e) {
+    stub_events--;
+    return is_current(e) ? 0 : INVALID_CONTEXT;
+}
+int cuMemcpyHtoDAsync_v2(uintptr_t to, const void *from, size_t bytes, uintptr_t stream) {
+    if (stub_fail_copy) return INVALID_VALUE;
+    stub_copies++;
+    stub_copy_stream = stream;
+    memcpy((void *)to, from, bytes);
+    return 0;
+}
 
 int cuLibraryLoadData(uintptr_t *l, const void *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) {
     if (memcmp(code, "cubin", 5)) return INVALID_VALUE;

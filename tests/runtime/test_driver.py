@@ -116,6 +116,29 @@ CASES = {
         old = driver._cu.cuThreadExchangeStreamCaptureMode(driver._cu.CUstreamCaptureMode(0))[1]
         assert int(old) == 0  # and put back
     """,
+    "copies, in the context of their event": """
+        from_, to = (ctypes.c_int * 8)(*range(8)), (ctypes.c_int * 8)()
+        at, there = ctypes.addressof(from_), ctypes.addressof(to)
+        for current in (None, 0x1000, 0x1001):
+            if current is not None:
+                stub.lib.stub_make_current(ctypes.c_size_t(current))
+            depth = stub.lib.stub_depth()
+            event = driver.make_event(1)
+            driver.wait(event)
+            stub.copies = 0
+            driver.upload([(there, at + 8, 8), (there + 12, at + 12, 16)], 6, event)
+            driver.wait(event)
+            assert list(to) == [2, 3, 0, 3, 4, 5, 6, 0]
+            streams = [ctypes.c_size_t.in_dll(stub.lib, f"stub_{x}_stream").value for x in ("copy", "record")]
+            assert (stub.copies, streams) == (2, [6, 6])
+            stub.fail_copy = 1
+            with pytest.raises(CudaError, match="cuMemcpyHtoDAsync: CUDA_ERROR_INVALID_VALUE"):
+                driver.upload([(there, at, 4)], 6, event)
+            stub.fail_copy = 0
+            driver.destroy(event)
+            assert stub.lib.stub_depth() == depth and stub.events == 0
+        assert stub.waits == 6
+    """,
     "capture is asked of the stream": """
         stub.capturing_stream = 9
         assert driver.is_capturing(9) is True and driver.is_capturing(5) is False

@@ -135,10 +135,11 @@ def build(
 
     \b
       attncc build examples/gemma2.attn:gemma2_local -o build/local
-      attncc build examples/*.attn --head-dim 64 --dtype f16 -o build/all
+      attncc build examples/gemma2.attn examples/gpt_oss.attn --head-dim 64 --dtype f16 -o build/all
 
-    An artifact directory holds cubin, PTX and manifest.json; attncc.load(DIR) runs it with torch and cuda-bindings
-    alone.  Kernels that fail, spilled registers included, are reported at the end, and the exit code is 1.
+    An artifact directory holds cubin, PTX and manifest.json; attncc.load(DIR) runs it with torch, numpy and
+    cuda-bindings alone.  Kernels that fail, spilled registers included, are reported at the end, and the exit code is
+    1.
     """
     from attncc import parallel_build
     from attncc.outputs import check_output

@@ -23,7 +23,7 @@ def main(directory: str) -> None:
     print(f"{kernel['entry']}: tile {kernel['tile_q']}x{kernel['tile_kv']}, {kernel['registers']} registers")
     print("in", directory, "are", ", ".join(sorted(p.name for p in Path(directory).iterdir())))
 
-    # Everything below needs torch and cuda-bindings alone: the directory is all there is to deploy.
+    # Everything below needs torch, numpy and cuda-bindings alone: the directory is all there is to deploy.
     attention = attncc.load(directory)
     if not torch.cuda.is_available():
         print("no GPU here: copy the directory to a machine with a Hopper GPU and load it there")

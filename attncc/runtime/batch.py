@@ -59,9 +59,9 @@ class BatchAttention:
     bytes each; None: what plans can use, but at most 256 MiB.
 
     Memory is allocated here, and every address stays: a CUDA graph that captured `run` follows the latest plan, as long
-    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan that has more query rows
-    than q had, needs more of k, v or the parameters, or relies on other scalars, is refused.  Where several graphs are
-    captured, the plan fits one of them, and that one may be replayed.
+    as this object lives.  It keeps the tensors and scalars of the captured run: a later plan that needs more of k, v or
+    the parameters, or relies on other scalars, is refused.  A plan may have more query rows than the captured q: then
+    a replay does nothing.  Where several graphs are captured, those that fit a plan may be replayed.
 
     Plans and runs of an object belong on one stream, or on streams that wait for one another, and to one thread at a
     time.  Objects know nothing of each other.
@@ -107,8 +107,7 @@ class BatchAttention:
         self._blocks: dict[int, Served] = {}
         self._held: set[serving.Limit] = set()  # what tensors of captured runs have,
         self._held_kinds: set[tuple[str, int | None]] = set()  # how these lie,
-        self._held_rows: dict[Planned, int] = {}  # and by plan their query rows,
-        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and scalars
+        self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and by plan their scalars
         self._lock = threading.Lock()
 
     def _load(self, layout: str, page_size: int | None = None) -> Served:
@@ -253,15 +252,11 @@ class BatchAttention:
             )
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], planned.needs, True, hint)
-        if self._held_rows and planned.needs["rows"] > max(self._held_rows.values()):
-            raise ValueError(
-                f"qo_indptr: expected at most {max(self._held_rows.values())} rows, which q has in captured runs, "
-                f"found {planned.needs['rows']}; another BatchAttention can plan them"
-            )
         self._check_held_scalars(planned.scalars)
         self._make_room(sum(map(len, ids)))
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
             made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
+        made.header[2] = planned.needs["rows"]  # a launch with fewer rows does nothing
         parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
         if made.row_request is not None and made.requests is not None:
             parts |= {"row_request": made.row_request, "requests": made.requests}
@@ -364,8 +359,6 @@ class BatchAttention:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
         self._held.update(bound.limits)
-        rows = min(has for key, _, has in bound.limits if key == "rows")
-        self._held_rows[self._planned] = min(rows, self._held_rows.get(self._planned, rows))
         self._held_kinds.add(self._planned.served.kind)
         self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 

@@ -100,6 +100,24 @@ def test_a_graph_with_another_window_is_refused(seed: int) -> None:
         captured.check(batches)
 
 
+def test_a_graph_with_too_few_rows_does_nothing(seed: int) -> None:
+    """Prefill without a graph between replays of a small one: nothing is written past the captured out."""
+    small, large = (make_batch(PAGED, lengths, (8, 2), seed) for lengths in ([(1, 300), (4, 90)], [(100, 300)]))
+    attn = attention(small, max_batch_size=8, max_qo_rows=200, max_kv_pages=400)
+    attn.plan(*small.table)
+    out, lse = torch.zeros_like(small.q), torch.zeros(small.q.shape[:2], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attn.run(small.q, small.kv, out=out, lse=lse, return_lse=True)
+    attn.plan(*(t % len(small.kv[0]) if n == 2 else t for n, t in enumerate(large.table)))
+    out.fill_(7.0)
+    graph.replay()
+    assert bool((out == 7.0).all())
+    attn.plan(*small.table)
+    graph.replay()
+    check(small, (out, lse), reference_case(small.served.case).paged(small.q, small.kv, *small.table, return_lse=True))
+
+
 def test_plans_while_a_graph_holds_the_index_buffer(seed: int) -> None:
     """More pages than the captured buffer holds are refused, with the number needed."""
     captured = Captured(PAGED, 8, 64, 400)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,8 +183,10 @@ def _through(pages: Tensor, page_size: int) -> Callable[[Tensor], tuple[Tensor, 
 
 
 def _integers(name: str, x: object) -> list[int]:
+    if isinstance(x, (list, tuple, np.ndarray)):  # as plans take them
+        x = torch.as_tensor(x if len(x) else np.zeros(0, np.int64))
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch tensor of int32 or int64, found {type(x).__name__}")
+        raise TypeError(f"{name}: expected integers in a list, an array or a tensor, found {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: expected int32 or int64, found {str(x.dtype).removeprefix('torch.')}")
     if x.ndim != 1:

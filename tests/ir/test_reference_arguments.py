@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -184,7 +185,8 @@ def ragged(**changes):
         ({"kv_indptr": torch.tensor([0, 6])}, ValueError, "kv_indptr: expected 3 offsets, as qo_indptr, found 2"),
         ({"kv_indptr": torch.tensor([0, 7, 6])}, ValueError, "kv_indptr: expected offsets that .* found 7, 6"),
         ({"kv_indptr": torch.tensor([1, 6, 6])}, ValueError, "kv_indptr: expected B . 1 offsets that start at 0"),
-        ({"kv_indptr": [0, 6, 6]}, TypeError, "kv_indptr: expected a torch tensor of int32 or int64, found list"),
+        ({"kv_indptr": 6}, TypeError, "kv_indptr: expected integers in a list, an array or a tensor, found int"),
+        ({"kv_indptr": [0.5, 6]}, TypeError, "kv_indptr: expected int32 or int64, found float32"),
         ({"kv_indptr": torch.tensor([0.0, 6, 6])}, TypeError, "kv_indptr: expected int32 or int64, found float32"),
         ({"kv_indptr": torch.tensor([[0, 6, 6]])}, ValueError, "kv_indptr: expected one dimension, found shape"),
         ({"q": torch.ones(1, 4, 2, 8)}, ValueError, r"q: expected shape \[nnz_qo, num_qo_heads, head_dim_qk\]"),
@@ -192,6 +194,7 @@ def ragged(**changes):
 )  # fmt: skip
 def test_refused_ragged(changes, error, message):
     assert ragged().shape == (4, 2, 4)
+    assert ragged(qo_indptr=[0, 1, 4], kv_indptr=np.array([0, 6, 6])).shape == (4, 2, 4)
     with pytest.raises(error, match=message):
         ragged(**changes)
 

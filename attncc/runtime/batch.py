@@ -84,7 +84,11 @@ class BatchAttention:
         serving.check_heads(num_qo_heads, num_kv_heads, max_qo_rows)
         if deterministic not in (None, "batch_invariant"):
             raise ValueError(f"deterministic: expected None or 'batch_invariant', found {deterministic!r}")
-        used = driver or kernel.driver or cuda_driver()
+        used = driver or kernel.driver
+        if used is None:  # a machine without a GPU would else complain of that first
+            serving.check_device(device, "cuda")
+            kernel.serving(*("ragged",) if page_size is None else ("paged", int(page_size)))
+            used = cuda_driver()
         self._device = serving.device_of(device, used.device_type)
         self._kernel, self._driver = kernel, driver
         self._served = self._load("ragged") if page_size is None else self._load("paged", int(page_size))

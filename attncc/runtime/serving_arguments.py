@@ -17,7 +17,8 @@ import torch
 from attncc.runtime import arguments as check
 from attncc.runtime.arguments import I32_MAX, Space, Spec
 
-ZERO = np.array(0)
+ZERO = np.array(0)  # numpy takes it in half the time that an int takes
+INDICES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class Table(NamedTuple):
@@ -63,7 +64,7 @@ def table(
             if given is not None:
                 raise ValueError(f"{where}{name}: expected none, since keys are ragged (page_size None), found some")
         return Table(qo, kv[:-1], each, None)
-    count = int(kv[-1])
+    count = kv.item(-1)
     ids, pages = _page_ids(f"{where}kv_indices", kv_indices, count)
     lengths = _kv_len(where, page_size, each, last_page_len)
     if count * page_size > I32_MAX and int(lengths.max()) > I32_MAX:
@@ -75,7 +76,7 @@ def _kv_len(where: str, page_size: int, pages: np.ndarray, last_page_len: Any) -
     last = host(f"{where}last_page_len", last_page_len)
     if len(last) != len(pages):
         raise ValueError(f"{where}last_page_len: expected {len(pages)} lengths, one a request, found {len(last)}")
-    size = np.array(page_size)  # which numpy takes in half the time that an int takes
+    size = np.array(page_size)
     lacks = size - last  # keys that the last page lacks: 0 to page_size - 1
     lengths = pages * size - lacks
     wrong = lacks.view(np.uint64) >= size.view(np.uint64)  # as unsigned a negative number is beyond all others
@@ -97,7 +98,8 @@ def _page_ids(name: str, given: Any, count: int) -> tuple[np.ndarray, int]:
         raise ValueError(f"{name}: expected at least {count} page ids, kv_indptr[-1], found {len(ids)}")
     ids = ids[:count]
     # unsigned, so one pass over what may be a million of them
-    highest = int(ids.view(np.uint32 if ids.itemsize == 4 else np.uint64).max()) if count else -1
+    unsigned = ids.view(np.uint32 if ids.itemsize == 4 else np.uint64)
+    highest = int(np.maximum.reduce(unsigned)) if count else -1
     if highest > I32_MAX:
         at = int(((ids < 0) | (ids > I32_MAX)).argmax())
         raise ValueError(f"{name}: expected page ids from 0 to 2³¹−1, found {ids[at]} at index {at}")
@@ -114,10 +116,11 @@ def _offsets(name: str, given: Any, anywhere: bool = False) -> tuple[np.ndarray,
     found = host(name, given).astype(np.int64)
     if not len(found):
         raise ValueError(f"{name}: expected B + 1 offsets, found none")
-    if anywhere and found[0] < 0:
-        raise ValueError(f"{name}: expected offsets from 0, found {found[0]}")
-    if found[0] != 0 and not anywhere:
-        raise ValueError(f"{name}: expected offsets that start at 0, found {found[0]}")
+    first = found.item(0)
+    if first < 0 and anywhere:
+        raise ValueError(f"{name}: expected offsets from 0, found {first}")
+    if first != 0 and not anywhere:
+        raise ValueError(f"{name}: expected offsets that start at 0, found {first}")
     steps = found[1:] - found[:-1]
     back = steps < ZERO
     if np.count_nonzero(back):
@@ -125,7 +128,7 @@ def _offsets(name: str, given: Any, anywhere: bool = False) -> tuple[np.ndarray,
         raise ValueError(
             f"{name}: expected offsets that don't decrease, found {found[at]} after {found[at - 1]} at index {at}"
         )
-    if found[-1] > I32_MAX:
+    if found.item(-1) > I32_MAX:
         raise ValueError(f"{name}: expected offsets below 2³¹, found {found[-1]}")
     return found, steps
 
@@ -147,7 +150,7 @@ def host(name: str, given: Any) -> np.ndarray:
             raise TypeError(f"{name}: expected a list of ints, found one of other things") from None
     else:
         raise TypeError(f"{name}: expected a tensor, an array or a list of ints, found {type(given).__name__}")
-    if found.dtype not in (np.int32, np.int64):
+    if found.dtype not in INDICES:
         raise TypeError(f"{name}: expected int32 or int64, found {found.dtype}")
     if found.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, found shape {list(found.shape)}")
@@ -200,14 +203,23 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, max_qo_rows: int) -> None:
         raise ValueError(f"max_qo_rows: expected fewer than 2³¹ rows times heads of a group, found {max_qo_rows}")
 
 
-def device_of(given: Any, device_type: str) -> torch.device:
-    """The device, with its index where it is a CUDA device."""
+def check_device(given: Any, device_type: str) -> torch.device:
+    """The device, where it is one of the type."""
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device: expected a {device_type} device, found {given!r}") from None
-    if device.type != device_type:
-        raise ValueError(f"device: expected a {device_type} device, found {device}")
+        device = None
+    if device is None or device.type != device_type:
+        raise ValueError(
+            f"device: expected a {device_type} device, found {repr(given) if device is None else device}; "
+            f"attncc.reference(…).paged and .ragged compute the same anywhere"
+        )
+    return device
+
+
+def device_of(given: Any, device_type: str) -> torch.device:
+    """The device, with its index where it is a CUDA device."""
+    device = check_device(given, device_type)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -283,13 +295,13 @@ SAYS = {
 def needs(tables: Sequence[Table]) -> dict[str, int]:
     """What a plan needs of the tensors of its runs."""
     inner = tables[-1]
-    keys = inner.kv_len
+    paged, keys = inner.kv_indices is not None, inner.kv_len
     for t in tables[:-1]:  # a request's keys: those of its groups in all levels
         keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
+    ends = [0] if paged else [np.maximum.reduce(t.kv_start + t.kv_len, initial=0) for t in tables]
     return {
         "rows": inner.rows, "requests": inner.batch, "pages": max([t.pages for t in tables]),
-        "kv_rows": max([int((t.kv_start + t.kv_len).max(initial=0)) if t.kv_indices is None else 0 for t in tables]),
-        "positions": int(keys.max(initial=0)),
+        "kv_rows": int(max(ends)), "positions": int(np.maximum.reduce(keys, initial=0)),
     }  # fmt: skip
 
 

@@ -506,7 +506,8 @@ def test_an_artifact_serves_what_it_was_built_for(driver):
         attention(driver, kernel=paged, page_size=8)
     assert str(e.value) == (
         "kernel: expected an artifact for layout 'paged', page_size 8, found one for layout 'paged', page_size 16; "
-        "`attncc build FILE:test --layout paged --page-size 8` builds it, and attncc.compile makes kernels for any layout"
+        "`attncc build FILE:test --layout paged --page-size 8` builds it, and attncc.compile makes kernels for any "
+        "layout"
     )
     with pytest.raises(ValueError, match="expected an artifact for layout 'dense', found one for layout 'paged'"):
         paged(rows(1, 5, 8, 128), rows(1, 5, 2, 128), rows(1, 5, 2, 128))

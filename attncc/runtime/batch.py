@@ -87,7 +87,7 @@ class BatchAttention:
         used = driver or kernel.driver
         if used is None:  # a machine without a GPU would else complain of that first
             serving.check_device(device, "cuda")
-            kernel.serving(*("ragged",) if page_size is None else ("paged", int(page_size)))
+            kernel.serving("ragged" if page_size is None else "paged", page_size)
             used = cuda_driver()
         self._device = serving.device_of(device, used.device_type)
         self._kernel, self._driver = kernel, driver

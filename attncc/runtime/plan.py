@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -123,20 +124,15 @@ def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
     """
     check_maxima(shape, batch.qo_indptr)
     tiles, base = _tiles(shape, batch, visible)
-    pieces = divide(shape, tiles)
-    cut = _cut(tiles, pieces)
     coarser = 1
-    while cut is not None and cut.partial_rows > shape.partial_rows:
-        if shape.batch_invariant:
-            raise ValueError(f"partial_rows: expected at least {cut.partial_rows}, found {shape.partial_rows}")
-        coarser *= 2
+    while True:
         pieces = divide(shape, tiles, coarser)
-        cut = _cut(tiles, pieces)
-    records = base if cut is None else base.take(pieces.tile, axis=0)
-    records[:, BEGIN], records[:, END] = pieces.begin, pieces.end
-    if cut is None:
-        return assemble(shape, tiles, pieces, records, NO_TARGETS, NO_SOURCES, 0)
-    return assemble(shape, tiles, pieces, records, *_merges(base, records, cut), cut.partial_rows)
+        records, targets, sources, used = _merges(base, pieces)
+        if used <= shape.partial_rows:
+            return assemble(shape, tiles, pieces, records, targets, sources, used)
+        if shape.batch_invariant:
+            raise ValueError(f"partial_rows: expected at least {used}, found {shape.partial_rows}")
+        coarser *= 2
 
 
 def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:
@@ -158,7 +154,7 @@ def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, 
     of = packed.nonzero()[0]
     row0, rows = first[of], packed[of]
     size = shape.tile_q
-    if rows.max(initial=0) <= size:
+    if np.maximum.reduce(rows, initial=0) <= size:
         return of, row0, rows, None
     count = (rows + (size - 1)) // size
     group = np.arange(len(of)).repeat(count)
@@ -166,11 +162,58 @@ def cut_rows(indptr: np.ndarray, shape: Shape) -> tuple[np.ndarray, np.ndarray, 
     return of[group], row0[group] + within, np.minimum(rows[group] - within, size), count[group]
 
 
+class _Rows(NamedTuple):
+    """Tiles as far as query rows tell."""
+
+    request: np.ndarray
+    row0: np.ndarray  # packed
+    rows: np.ndarray
+    siblings: np.ndarray | None  # as of Tiles
+    start: np.ndarray  # Q_START
+    qo_len: np.ndarray
+
+
+def _rows(indptr: np.ndarray, shape: Shape) -> tuple[_Rows, np.ndarray]:
+    """(the tiles of these rows, their part of the records: int32 [tiles, 16])."""
+    count = len(indptr) - 1
+    if indptr.item(-1) == count and shape.group_size <= shape.tile_q:  # decode, as most plans are
+        rows, base, known = _one_row_each(shape.group_size, count)
+        if np.count_nonzero(indptr == known) > count:
+            return rows, base.copy()
+    of, row0, size, siblings = cut_rows(indptr, shape)
+    start = indptr[of]
+    rows = _Rows(of, row0, size, siblings, start, indptr[1:][of] - start)
+    return rows, _of_rows(rows)
+
+
+def _of_rows(rows: _Rows) -> np.ndarray:
+    base = np.zeros((len(rows.request), ITEM), np.int32)
+    for column, value in (
+        (REQUEST, rows.request), (ROW0, rows.row0), (ROWS, rows.rows), (Q_START, rows.start), (QO_LEN, rows.qo_len),
+    ):  # fmt: skip
+        base[:, column] = value
+    return base
+
+
+@lru_cache(maxsize=64)
+def _one_row_each(group_size: int, count: int) -> tuple[_Rows, np.ndarray, np.ndarray]:
+    """(tiles, their part of the records, qo_indptr) of so many requests of one row each."""
+    indptr, ones = np.arange(count + 1), np.ones(count, np.int64)
+    of = indptr[:-1]
+    rows = _Rows(of, of * group_size, ones * group_size, None, of, ones)
+    known = rows, _of_rows(rows), indptr
+    for x in (*rows, *known[1:]):
+        if x is not None:
+            x.setflags(write=False)  # every plan is made of them
+    return known
+
+
 def _tiles(shape: Shape, batch: Batch, visible: Visible | None) -> tuple[Tiles, np.ndarray]:
     """The tiles of a batch, and the part of their records that does not depend on cuts: int32 [tiles, 16]."""
-    of, row0, rows, siblings = cut_rows(batch.qo_indptr, shape)
-    start, kv_len = batch.qo_indptr[of], batch.kv_len[of]
-    qo_len = batch.qo_indptr[1:][of] - start
+    (of, row0, rows, siblings, start, qo_len), base = _rows(batch.qo_indptr, shape)
+    kv_len, kv_start = batch.kv_len, batch.kv_start
+    if siblings is not None or len(of) < len(kv_len):  # else every request is one tile
+        kv_len, kv_start = kv_len[of], kv_start[of]
     lo = hi = None
     if visible is not None:
         shift = kv_len - qo_len
@@ -181,12 +224,7 @@ def _tiles(shape: Shape, batch: Batch, visible: Visible | None) -> tuple[Tiles, 
             i0, i1 = row0 // shape.group_size + shift, (row0 + rows - 1) // shape.group_size + shift
         lo, hi = visible(i0, i1, qo_len, kv_len)
     begin, end = outward(lo, hi, kv_len, shape.tile_kv)
-    base = np.zeros((len(of), ITEM), np.int32)
-    for column, value in (
-        (REQUEST, of), (ROW0, row0), (ROWS, rows), (KEYS, kv_len), (TABLE, batch.kv_start[of]),
-        (Q_START, start), (QO_LEN, qo_len), (KV_LEN, kv_len),
-    ):  # fmt: skip
-        base[:, column] = value
+    base[:, KEYS], base[:, TABLE], base[:, KV_LEN] = kv_len, kv_start, kv_len
     return Tiles(rows, begin, end, siblings, kv_len, of), base
 
 
@@ -208,52 +246,38 @@ def outward(
     return lo // tile_kv * tile_kv * some, end * some
 
 
-class _Cut(NamedTuple):
-    tile: np.ndarray  # the cut tiles,
-    first: np.ndarray  # the place in `member` of the first piece of each,
-    pieces: np.ndarray  # and how many each has
-    member: np.ndarray  # their pieces,
-    mine: np.ndarray  # which of these tiles each belongs to,
-    rows0: np.ndarray  # and the partial row of its first row
-    partial_rows: int
-
-
-def _cut(tiles: Tiles, pieces: Pieces) -> _Cut | None:
-    """The tiles that have more than one piece; None where there are none."""
+def _merges(base: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """(records of the pieces, targets, sources, partial rows); `base` itself becomes the records where none is cut."""
     if not len(pieces.onward):
-        return None
-    onward = np.zeros(len(pieces.tile) + 1, bool)
+        base[:, BEGIN], base[:, END] = pieces.begin, pieces.end
+        return base, NO_TARGETS, NO_SOURCES, 0
+    records = base.take(pieces.tile, axis=0)
+    records[:, BEGIN], records[:, END] = pieces.begin, pieces.end
+    onward = np.zeros(len(records) + 1, bool)
     onward[pieces.onward] = True
-    member = (onward[1:] | onward[:-1]).nonzero()[0]
-    lead = ~onward[member]
-    first, mine = lead.nonzero()[0], lead.cumsum() - ONE
-    rows = tiles.rows[pieces.tile[member]]
-    total = rows.cumsum()
-    return _Cut(pieces.tile[member[first]], first, np.bincount(mine), member, mine, total - rows, int(total[-1]))
-
-
-def _merges(base: np.ndarray, records: np.ndarray, cut: _Cut) -> tuple[np.ndarray, np.ndarray]:
-    """Targets and sources of the cut tiles; fills in TARGET0, TARGETS and DELTA of their pieces."""
-    delta = cut.rows0 - records[cut.member, ROW0]
-    records[cut.member, DELTA] = delta
-    tile = base.take(cut.tile, axis=0)
-    if tile[:, ROWS].max() <= MERGE_ROWS:
-        records[cut.member, TARGET0] = cut.mine
-        records[cut.member, TARGETS] = 1
+    member = (onward[1:] | onward[:-1]).nonzero()[0]  # the pieces of cut tiles
+    cut, lead = records.take(member, axis=0), ~onward[member]
+    first, mine = lead.nonzero()[0], np.add.accumulate(lead, dtype=np.int64) - ONE  # mine: the how manieth cut tile
+    rows = cut[:, ROWS]
+    total = np.add.accumulate(rows, dtype=np.int64)
+    cut[:, DELTA] = total - rows - cut[:, ROW0]
+    tile, count = cut.take(first, axis=0), np.bincount(mine)
+    if np.maximum.reduce(rows) <= MERGE_ROWS:
+        cut[:, TARGET0], cut[:, TARGETS] = mine, 1
         targets = tile.take(OF_TILE, axis=1)
-        targets[:, T_SOURCE0], targets[:, T_SOURCES] = cut.first, cut.pieces
-        return targets, delta.astype(np.int32)
-    parts = (tile[:, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS  # the halves of a tile share their sources
-    target0 = parts.cumsum() - parts
-    records[cut.member, TARGET0] = target0[cut.mine]
-    records[cut.member, TARGETS] = parts[cut.mine]
-    of = np.arange(len(parts)).repeat(parts)
-    within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
-    targets = tile[of].take(OF_TILE, axis=1)
-    targets[:, T_ROW0] += within
-    targets[:, T_ROWS] = np.minimum(targets[:, T_ROWS] - within, MERGE_ROWS)
-    targets[:, T_SOURCE0], targets[:, T_SOURCES] = cut.first[of], cut.pieces[of]
-    return targets, delta.astype(np.int32)
+        targets[:, T_SOURCE0], targets[:, T_SOURCES] = first, count
+    else:  # the halves of a tile share their sources
+        parts = (tile[:, ROWS] + (MERGE_ROWS - 1)) // MERGE_ROWS
+        target0 = parts.cumsum() - parts
+        cut[:, TARGET0], cut[:, TARGETS] = target0[mine], parts[mine]
+        of = np.arange(len(parts)).repeat(parts)
+        within = (np.arange(len(of)) - target0[of]) * MERGE_ROWS
+        targets = tile[of].take(OF_TILE, axis=1)
+        targets[:, T_ROW0] += within
+        targets[:, T_ROWS] = np.minimum(targets[:, T_ROWS] - within, MERGE_ROWS)
+        targets[:, T_SOURCE0], targets[:, T_SOURCES] = first[of], count[of]
+    records[member] = cut
+    return records, targets, cut[:, DELTA].copy(), total.item(-1)
 
 
 def assemble(

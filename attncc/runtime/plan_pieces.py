@@ -25,7 +25,7 @@ EVEN = 0.96  # share of CTAs that the last round of stretches should occupy
 ROUNDS = 8
 L2_BYTES = 16 << 20  # K and V that CTAs working at the same time may share: a third of the cache
 # of a cut, tile << 32 | block; numpy takes an array without dimensions in half the time that an int takes
-HALF, AT_BEGIN, AT_END = np.array(0.5), np.array(EDGE), np.array(STARTUP + EDGE)
+NEAREST, AT_BEGIN, AT_END = np.array(0.5 - STARTUP), np.array(EDGE), np.array(STARTUP + EDGE)
 BLOCK, TILE = np.array((1 << 32) - 1), np.array(32)
 MOST_PIECES, LEAST_KEYS = 16, 2048  # batch_invariant: pieces of a request, at most; keys of a piece, at least
 
@@ -88,8 +88,8 @@ def divide(shape: Shape, tiles: Tiles, coarser: int = 1) -> Pieces:
     if shape.batch_invariant:
         return _divide_alone(shape, tiles)
     costs = cost(tiles.begin, tiles.end, shape.tile_kv)
-    last = costs.cumsum()
-    work = int(last[-1]) if len(last) else 0
+    last = np.add.accumulate(costs)
+    work = last.item(-1) if len(last) else 0
     units = min(even_units(shape.sm_count, shape.num_kv_heads), work // STRETCH)
     if tiles.siblings is not None:
         share = work * shape.num_kv_heads / shape.sm_count
@@ -110,8 +110,8 @@ def _stretches(
     """The `loose` tiles (None: all) cut into `units` stretches of equal cost, the others whole.  `last`: the sums of
     the costs of loose tiles."""
     line = costs if loose is None else costs[loose]
-    before = last - line + np.array(STARTUP)  # where on the line a tile's first block lies
-    length = int(last[-1]) / max(1, units) if len(last) else 0.0
+    before = last - line  # where on the line a tile begins, its blocks STARTUP later
+    length = last.item(-1) / max(1, units) if len(last) else 0.0
     cuts, blocks = _cuts(line, last, before, units, length)
     if loose is not None:
         spread = np.zeros(len(costs), np.int64)
@@ -144,11 +144,10 @@ def _stretches(
 
 
 def _since(at: np.ndarray, key: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """How far pieces that lie at `at`, ascending, are from the beginning of their stretch."""
+    """How far pieces that lie at `at`, ascending from 0, are from the beginning of their stretch."""
     if not len(at):
         return at
     begun = np.zeros(len(at) + 1, np.int64)
-    begun[0] = at[0]
     first = key.searchsorted(cuts)  # the first piece of a stretch; the last one may have none
     begun[first] = at.take(first, mode="clip")
     return at - np.maximum.accumulate(begun)[:-1]
@@ -161,9 +160,9 @@ def _cuts(
     Cuts at the beginning of a tile may stand there more than once."""
     if units <= 1:
         return np.empty(0, np.int64), np.empty(0, np.int64)
-    want = np.arange(1, units) * np.array(length)
+    want = np.arange(1.0, units) * np.array(length)
     tile = last.searchsorted(want, side="right")
-    block = (want - before[tile] + HALF).astype(np.int64)
+    block = (want - before[tile] + NEAREST).astype(np.int64)
     over = block > costs[tile] - AT_END
     block *= (block >= AT_BEGIN) > over
     return ((tile + over) << TILE) + block, block
@@ -198,7 +197,7 @@ def tickets(shape: Shape, tiles: Tiles, pieces: Pieces) -> tuple[np.ndarray, np.
     """
     heads = shape.num_kv_heads
     if pieces.whole is None:
-        return np.argsort(pieces.start, kind="stable"), None, heads
+        return pieces.start.argsort(kind="stable"), None, heads
     whole = np.flatnonzero(pieces.whole)
     lanes = _lanes(shape, int(tiles.keys[pieces.tile[whole]].max()))
     sections = heads // lanes

@@ -18,7 +18,7 @@ from attncc.runtime import arguments as check
 from attncc.runtime.arguments import I32_MAX, Space, Spec
 
 ZERO = np.array(0)  # numpy takes it in half the time that an int takes
-INDICES = (np.dtype(np.int32), np.dtype(np.int64))
+TENSORS, INDICES = (torch.int32, torch.int64), (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class Table(NamedTuple):
@@ -52,9 +52,9 @@ def table(
     Raises ValueError and TypeError: offsets that don't start at 0 or decrease, another number of requests, a
     last_page_len outside 1…page_size for a request that has pages, page ids below 0 or above 2³¹−1.
     """
-    qo, _ = _offsets(f"{where}qo_indptr", qo_indptr)
+    qo, _, _ = _offsets(f"{where}qo_indptr", qo_indptr)
     # levels of a cascade share k and v, so their ragged rows start anywhere
-    kv, each = _offsets(f"{where}kv_indptr", kv_indptr, anywhere=page_size is None and where != "")
+    kv, each, no_empty = _offsets(f"{where}kv_indptr", kv_indptr, anywhere=page_size is None and where != "")
     if len(kv) != len(qo):
         raise ValueError(
             f"{where}kv_indptr: expected {len(qo)} offsets as in qo_indptr (a batch of {len(qo) - 1}), found {len(kv)}"
@@ -66,13 +66,13 @@ def table(
         return Table(qo, kv[:-1], each, None)
     count = kv.item(-1)
     ids, pages = _page_ids(f"{where}kv_indices", kv_indices, count)
-    lengths = _kv_len(where, page_size, each, last_page_len)
+    lengths = _kv_len(where, page_size, each, no_empty, last_page_len)
     if count * page_size > I32_MAX and int(lengths.max()) > I32_MAX:
         raise ValueError(f"{where}kv_indptr: expected requests of fewer than 2³¹ keys, found {lengths.max()}")
     return Table(qo, kv[:-1], lengths, ids, pages)
 
 
-def _kv_len(where: str, page_size: int, pages: np.ndarray, last_page_len: Any) -> np.ndarray:
+def _kv_len(where: str, page_size: int, pages: np.ndarray, no_empty: bool, last_page_len: Any) -> np.ndarray:
     last = host(f"{where}last_page_len", last_page_len)
     if len(last) != len(pages):
         raise ValueError(f"{where}last_page_len: expected {len(pages)} lengths, one a request, found {len(last)}")
@@ -80,7 +80,7 @@ def _kv_len(where: str, page_size: int, pages: np.ndarray, last_page_len: Any) -
     lacks = size - last  # keys that the last page lacks: 0 to page_size - 1
     lengths = pages * size - lacks
     wrong = lacks.view(np.uint64) >= size.view(np.uint64)  # as unsigned a negative number is beyond all others
-    if np.count_nonzero(wrong) or np.count_nonzero(pages) < len(pages):
+    if np.count_nonzero(wrong) or not no_empty:
         wrong &= pages > 0
         if wrong.any():
             at = int(wrong.argmax())
@@ -111,8 +111,8 @@ def offsets(name: str, given: Any, anywhere: bool = False) -> np.ndarray:
     return _offsets(name, given, anywhere)[0]
 
 
-def _offsets(name: str, given: Any, anywhere: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """(offsets, the steps between them)."""
+def _offsets(name: str, given: Any, anywhere: bool = False) -> tuple[np.ndarray, np.ndarray, bool]:
+    """(offsets, the steps between them, whether all of these are above 0)."""
     found = host(name, given).astype(np.int64)
     if not len(found):
         raise ValueError(f"{name}: expected B + 1 offsets, found none")
@@ -122,21 +122,21 @@ def _offsets(name: str, given: Any, anywhere: bool = False) -> tuple[np.ndarray,
     if first != 0 and not anywhere:
         raise ValueError(f"{name}: expected offsets that start at 0, found {first}")
     steps = found[1:] - found[:-1]
-    back = steps < ZERO
-    if np.count_nonzero(back):
+    ascending = np.count_nonzero(steps > ZERO) == len(steps)
+    if not ascending and np.count_nonzero(back := steps < ZERO):
         at = int(back.argmax()) + 1
         raise ValueError(
             f"{name}: expected offsets that don't decrease, found {found[at]} after {found[at - 1]} at index {at}"
         )
     if found.item(-1) > I32_MAX:
         raise ValueError(f"{name}: expected offsets below 2³¹, found {found[-1]}")
-    return found, steps
+    return found, steps, ascending
 
 
 def host(name: str, given: Any) -> np.ndarray:
     """Indices as a one-dimensional array on the host, int32 or int64; a view where they are there already."""
     if isinstance(given, torch.Tensor):
-        if given.dtype not in (torch.int32, torch.int64) or given.layout != torch.strided:
+        if given.dtype not in TENSORS or given.layout != torch.strided:
             raise TypeError(f"{name}: expected int32 or int64, found {str(given.dtype).removeprefix('torch.')}")
         if given.is_meta:
             raise ValueError(f"{name}: expected a tensor with values, found one on meta")

@@ -51,10 +51,10 @@ class Visible:
 
         def bounds(i0: np.ndarray, i1: np.ndarray, qo_len: np.ndarray, kv_len: np.ndarray) -> Range:
             values: dict[Any, np.ndarray] = {**fixed, "i0": i0, "i1": i1, "qo_len": qo_len, "kv_len": kv_len}
-            with np.errstate(all="ignore"):
-                return None if lo is None else run(lo, values), None if hi is None else run(hi, values)
+            return None if lo is None else run(lo, values), None if hi is None else run(hi, values)
 
-        return bounds
+        # to silence what only a division says takes as long as some operations do
+        return np.errstate(all="ignore")(bounds) if self._code.divides(lo, hi) else bounds
 
 
 def _known(x: Any) -> np.ndarray | None:
@@ -106,6 +106,10 @@ class _Code:
             elif op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
                 return None
         return sorted(needed)
+
+    def divides(self, *ends: list[int] | None) -> bool:
+        """Is there a division in these steps?  By 0 it makes numpy warn."""
+        return any(self._steps[n][0] in ("floordiv", "mod") for steps in ends for n in steps or ())
 
     def is_first_key(self, end: int) -> bool:
         """Is that step a number that no position lies below?"""

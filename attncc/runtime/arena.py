@@ -41,15 +41,15 @@ class Arena:
         self._fixed = {name: self._scratch.data_ptr() + 4 * at for name, at in offsets.items()}
 
     def _lay_out(self, tail: int) -> None:
-        self.tail = tail
-        self._offsets, total = place({**self._sizes, "": tail})
+        offsets, total = place({**self._sizes, "": tail})
         pinned = self._device.type == "cuda"
         with torch.inference_mode(False):
-            self._plan = torch.zeros(total, dtype=torch.int32, device=self._device)
+            plan = torch.zeros(total, dtype=torch.int32, device=self._device)
             staging = [torch.zeros(total, dtype=torch.int32, device="cpu", pin_memory=pinned) for _ in range(RING)]
-        self._base = self._plan.data_ptr()
-        self._ring = [Staging(t, self._plan, self._driver, self._index) for t in staging]
-        self._turn = 0
+        ring = [Staging(t, plan, self._driver, self._index) for t in staging]
+        # nothing has changed where memory ran out
+        self.tail, self._offsets, self._plan, self._base = tail, offsets, plan, plan.data_ptr()
+        self._ring, self._turn = ring, 0
 
     def address(self, name: str) -> int:
         """Where a slice starts on the device."""
@@ -66,21 +66,28 @@ class Arena:
 
     def grow(self, tail: int) -> None:
         """Make room for a tail of so many elements: planned slices move, and the plan in them is lost."""
-        if self._plan.is_cuda:  # launches on this stream may still read the old ones
-            self._plan.record_stream(torch.cuda.current_stream(self._device))
+        before = self._plan
         self._lay_out(tail)
+        if before.is_cuda:  # launches on this stream may still read the old ones
+            before.record_stream(torch.cuda.current_stream(self._device))
+
+    def check(self, parts: Mapping[str, np.ndarray]) -> None:
+        """Does every part fit its slice?"""
+        for name, array in parts.items():
+            size = self._sizes[name]
+            assert array.size <= size, f"{name}: {array.size} elements in a slice of {size}"
 
     def upload(self, parts: Mapping[str, np.ndarray], tail: Sequence[np.ndarray] = ()) -> None:
         """Fill slices, and the tail with arrays one after another, on torch's current stream.
 
         Waits only where the staging buffer whose turn it is still has a copy in flight.
         """
+        self.check(parts)
         staging = self._ring[self._turn]
         self._driver.wait(staging.event)
         memory, used = staging.memory, []
         for name, array in parts.items():
             at, size = self._offsets[name], array.size
-            assert size <= self._sizes[name], f"{name}: {size} elements in a slice of {self._sizes[name]}"
             if size:
                 memory[at : at + size] = array.ravel()
                 used.append((at, at + size))

@@ -257,13 +257,13 @@ class BatchAttention:
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], planned.needs, True, hint)
         self._check_held_scalars(planned.scalars)
-        self._make_room(sum(map(len, ids)))
-        if ids:  # tables count from the start of kv_indices, which is wherever the items end
-            made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
         made.header[2] = planned.needs["rows"]  # a launch with fewer rows does nothing
         parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
         if made.row_request is not None and made.requests is not None:
             parts |= {"row_request": made.row_request, "requests": made.requests}
+        self._make_room(sum(map(len, ids)), parts)
+        if ids:  # tables count from the start of kv_indices, which is wherever the items end
+            made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
         self._arena.upload(parts, ids)
         self._planned = planned
 
@@ -278,7 +278,8 @@ class BatchAttention:
             name, held, found = wrong[-1]
             raise ValueError(f"{name}: expected {held} as in a captured run, found {found}")
 
-    def _make_room(self, pages: int) -> None:
+    def _make_room(self, pages: int, parts: Mapping[str, np.ndarray]) -> None:
+        """Have room for so many page ids.  Growing loses the plan before: only for one that fits otherwise."""
         room = self._arena.tail
         if pages <= room:
             return
@@ -289,6 +290,7 @@ class BatchAttention:
                 f"kv_indices: expected at most {room} page ids, since a captured run holds their buffer, found "
                 f"{pages}; max_kv_pages={pages} makes room beforehand"
             )
+        self._arena.check(parts)
         self._arena.grow(max(pages, 2 * room))
         self._bindings.clear()
 
@@ -305,7 +307,8 @@ class BatchAttention:
         num_kv_heads, head_dim] or ragged [nnz_kv, num_kv_heads, head_dim].  Any strides with a contiguous last
         dimension; those of k and v, and where they start, must be multiples of 16 bytes (caches are never copied).
         `out` [nnz_qo, num_qo_heads, head_dim_vo] of q's dtype, `lse` float32 [nnz_qo, num_qo_heads], natural log, give
-        the memory to write.  Variant parameters by name, tensors over iq as [nnz_qo], over j as k's leading dimensions.
+        the memory to write, which nothing else here lies in.  Variant parameters by name, tensors over iq as [nnz_qo],
+        over j as k's leading dimensions.
 
         Launches on torch's current stream; neither allocates nor waits where `out` and `lse` are given.  While a graph
         is captured q may have more rows than the plan, for later plans to use; rows beyond a plan's are not written.
@@ -412,6 +415,7 @@ class BatchAttention:
 
 
 def default_partial_rows(shape: planning.Shape) -> int:
-    """Rows of partial states that any plan can use, or what PARTIAL_BYTES hold."""
+    """Rows of partial states that any plan can use, and a cascade of two levels needs, or what PARTIAL_BYTES hold."""
     row = 4 * shape.num_kv_heads * (shape.head_dim_vo + 1)
-    return max(1, min(planning.ample_partial_rows(shape), PARTIAL_BYTES // row))
+    cascade = 2 * shape.max_qo_rows * shape.group_size
+    return max(1, min(max(planning.ample_partial_rows(shape), cascade), PARTIAL_BYTES // row))

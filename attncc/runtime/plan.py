@@ -107,13 +107,14 @@ def ample_partial_rows(shape: Shape) -> int:
     rows = shape.max_qo_rows * shape.group_size
     if shape.batch_invariant:  # a request has at most MOST_PIECES pieces, or one a tile and then no partial rows
         return MOST_PIECES * min(rows, shape.max_batch_size * shape.tile_q)
-    return 2 * _most_cuts(shape) * min(shape.tile_q, rows)
+    return 2 * (most_units(shape.sm_count, shape.num_kv_heads) - 1) * min(shape.tile_q, rows)
 
 
 def _most_cuts(shape: Shape) -> int:
+    """Cuts of a plan: every level is cut by itself."""
     if shape.batch_invariant:
         return shape.max_levels * shape.max_batch_size * (MOST_PIECES - 1)
-    return most_units(shape.sm_count, shape.num_kv_heads) - 1
+    return shape.max_levels * (most_units(shape.sm_count, shape.num_kv_heads) - 1)
 
 
 def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:

@@ -84,6 +84,8 @@ def _check(shape: p.Shape, levels: Sequence[p.Batch]) -> None:
         raise ValueError(f"levels: expected 1 to {shape.max_levels}, found {len(levels)}")
     for n, level in enumerate(levels):
         p.check_maxima(shape, level.qo_indptr)
+        if len(levels[-1].kv_len) and not len(level.kv_len):
+            raise ValueError(f"levels[{n}].qo_indptr: expected groups that take in the requests, found none")
         if n and level.qo_indptr[-1] != levels[0].qo_indptr[-1]:
             raise ValueError(
                 f"levels[{n}].qo_indptr: expected {levels[0].qo_indptr[-1]} rows in all as in levels[0], "
@@ -108,6 +110,8 @@ def _rows(levels: Sequence[p.Batch]) -> _Rows:
         group = level.qo_indptr[1:-1].searchsorted(start, "right")
         np.add(offset[n], level.kv_len[group], out=offset[n + 1])
     np.add(offset[-2], levels[-1].kv_len, out=offset[-1])
+    if offset[-1].max(initial=0) > np.iinfo(np.int32).max:
+        raise ValueError(f"levels: expected fewer than 2³¹ keys of a request in all, found {offset[-1].max()}")
     table = np.stack((start, qo_len, offset[-1], np.zeros_like(start)), axis=1)
     return _Rows(np.arange(len(start)).repeat(qo_len), table, offset[:-1])
 

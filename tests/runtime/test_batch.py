@@ -513,3 +513,29 @@ def test_an_artifact_serves_what_it_was_built_for(driver):
         paged(rows(1, 5, 8, 128), rows(1, 5, 2, 128), rows(1, 5, 2, 128))
     with pytest.raises(ValueError, match="expected an artifact for layout 'ragged', found one for layout 'dense'"):
         attention(driver, kernel=Kernel(artifact(), driver), page_size=None)
+
+
+def test_the_old_plan_runs_on_where_memory_runs_out(driver, monkeypatch):
+    """The index buffer grows: whichever of its allocations fails, nothing has changed, and the next try works."""
+    zeros, left = torch.zeros, 0
+
+    def scarce(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("out of memory")
+        return zeros(*args, **kwargs)
+
+    monkeypatch.setattr("attncc.runtime.arena.torch.zeros", scarce)
+    q, k = rows(5, 8, 128), rows(4, 16, 2, 128)
+    for fails in range(1, 5):
+        attn = attention(driver)
+        attn.plan([0, 5], [0, 1], [0], [16])
+        left = fails
+        with pytest.raises(RuntimeError, match="out of memory"):
+            attn.plan([0, 5], [0, 40000], [0] * 40000, [16])
+        left = 0
+        attn.run(q, (k, k))
+        assert ints(driver.launches[-1].values["header"], 4)[0] > 0
+        attn.plan([0, 5], [0, 40000], [0] * 40000, [16])
+        attn.run(q, (k, k))

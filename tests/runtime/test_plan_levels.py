@@ -144,3 +144,25 @@ def test_levels_that_do_not_nest():
         plan_levels(shape, [inner] * 5)
     with pytest.raises(ValueError, match="levels: expected 1 to 4, found 0"):
         plan_levels(shape, [])
+
+
+@pytest.mark.parametrize("heads", [(8, 1), (16, 2), (32, 8)])
+@pytest.mark.parametrize("batch", [1, 4, 8])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_levels_that_are_all_cut_fit_their_slices(heads, batch, count):
+    """Every level is cut as often as a plan without levels."""
+    qo, kv = heads
+    shape = make_shape(
+        num_qo_heads=qo, num_kv_heads=kv, max_batch_size=batch, max_qo_rows=batch, partial_rows=1 << 20, sm_count=132
+    )
+    outer = [level([0, batch], [40_000])] * (count - 1)
+    levels = [*outer, level(range(batch + 1), [9000] * batch)]
+    check_levels(shape, levels, plan_levels(shape, levels))
+
+
+def test_levels_without_groups_and_of_too_many_keys_are_refused():
+    shape = make_shape(max_batch_size=4, max_qo_rows=8)
+    with pytest.raises(ValueError, match=r"levels\[0\].qo_indptr: expected groups that take in the requests"):
+        plan_levels(shape, [level([0], []), level([0, 0], [16])])
+    with pytest.raises(ValueError, match="expected fewer than 2³¹ keys of a request in all"):
+        plan_levels(shape, [level([0, 1], [1 << 30]), level([0, 1], [1 << 30])])

@@ -141,6 +141,10 @@ def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None) -> None:
         raise click.ClickException("--layout paged: expected --page-size N, the rows of a page")
     if options.layout != "paged" and options.page_size is not None:
         raise click.ClickException("--page-size: goes with --layout paged")
+    from attncc.compiler import MAX_PAGE_SIZE
+
+    if options.page_size is not None and not 1 <= options.page_size <= MAX_PAGE_SIZE:
+        raise click.ClickException(f"page_size: expected 1 to {MAX_PAGE_SIZE}, found {options.page_size}")
 
 
 def own_values(variant: Variant, given: dict[str, object], *, const: bool | None) -> dict[str, object]:

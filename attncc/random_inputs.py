@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attncc.compiler import MAX_PAGE_SIZE
 from attncc.ir.nodes import Const, TensorParam, Variant
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -153,7 +154,7 @@ def random_batch(
     device: str | torch.device, seed: int, page_size: int | None = None, given: dict[str, object] | None = None,
 ) -> Inputs:  # fmt: skip
     """As random_inputs, for requests of `lengths` (qo_len, kv_len) with the heads and head dims of `shape`; keys lie in
-    pages of `page_size` rows, or ragged where that is None.  Raises ValueError for a page size below 1."""
+    pages of `page_size` rows, or ragged where that is None.  Raises ValueError for a page size that compile refuses."""
     gen = torch.Generator(device).manual_seed(seed)
     qo, kv = ([pair[n] for pair in lengths] for n in (0, 1))
     longest = replace(shape, batch=len(qo), qo_len=max(qo, default=0), kv_len=max(kv, default=0))
@@ -183,9 +184,9 @@ def as_ragged(variant: Variant, dense: Inputs) -> Inputs:
 
 def in_pages(variant: Variant, ragged: Inputs, page_size: int, seed: int) -> Inputs:
     """The same values in pages of `page_size` rows, in random order.  What no key has is NaN: rows past the end of a
-    request in its last page, and SPARE pages.  Raises ValueError for a page size below 1."""
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least 1, found {page_size}")
+    request in its last page, and SPARE pages.  Raises ValueError for a page size that compile refuses."""
+    if not 1 <= page_size <= MAX_PAGE_SIZE:
+        raise ValueError(f"page_size: expected 1 to {MAX_PAGE_SIZE}, found {page_size}")
     qo_indptr, kv_indptr = ragged.table
     kv_len = kv_indptr.diff()
     counts = (kv_len + page_size - 1) // page_size

@@ -30,7 +30,8 @@ def append_kv(
     `k`, `v` [nnz, num_kv_heads, head_dim] of any strides; `kv` = (k_cache, v_cache) [num_pages, page_size,
     num_kv_heads, head_dim] of their dtypes and any strides.  The table is as `BatchAttention.plan` takes it, and as it
     is after appending: tensors, arrays or lists of int32 or int64; `kv_indices` may be longer than kv_indptr[-1], and
-    padded.  Rows of k and v at or past qo_indptr[-1] are padding and not written.
+    padded.  Rows of k and v at or past qo_indptr[-1] are padding and not written.  k and v may be views of the caches:
+    what they held before the call is written.
 
     With the indices on the device nothing synchronises and a CUDA graph may capture the call: a replay reads them anew.
     Then values are not checked; a row without a place (a page id out of range, a request shorter than its new rows) is
@@ -52,7 +53,7 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The state over the keys of a and b: (o, lse), of the same shapes and dtypes.
 
-    `o_a`, `o_b` [n, H, D] of any float dtype, `lse_a`, `lse_b` float32 [n, H] (or float64), all on one device;
+    `o_a`, `o_b` [n, H, D] of bf16, f16, f32 or f64, `lse_a`, `lse_b` float32 [n, H] (or float64), all on one device;
     `lse_base`: "e" where lse is a natural logarithm, "2" where it is to base 2.  Computed in float32, or float64 where
     one of them is.  A state whose lse is -inf is empty: its o has no effect, and merging with it changes no bit; two
     empty states give (0, -inf).  Beside an lse of +inf the other state has no weight (two of them share it); NaN stays

@@ -214,9 +214,11 @@ def test_layouts_that_cannot_be(command: str) -> None:
     assert "goes with --layout paged" in attncc(command, CAUSAL, "--page-size", "16", code=1).stderr
 
 
-def test_run_with_pages_of_no_rows() -> None:
-    arguments = ["run", CAUSAL, "--backend", "reference", "--layout", "paged", "--page-size", "0"]
-    assert "page_size: expected at least 1, found 0" in attncc(*arguments, code=1).stderr
+@pytest.mark.parametrize("command", ["build", "run", "bench"])
+@pytest.mark.parametrize("size", ["-1", "0", "1048577", "5000000"])
+def test_pages_that_cannot_be(command: str, size: str) -> None:
+    arguments = [command, CAUSAL, "--layout", "paged", "--page-size", size]
+    assert f"page_size: expected 1 to 1048576, found {size}" in attncc(*arguments, code=1).stderr
 
 
 def test_run_shows_emitted_tensors() -> None:

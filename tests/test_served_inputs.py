@@ -73,8 +73,9 @@ def test_random_batches(name: str) -> None:
 
 def test_a_page_has_rows() -> None:
     variant, _ = variant_of("kv_scales:key_scales")
-    with pytest.raises(ValueError, match=r"page_size: expected at least 1, found 0"):
-        random_batch(variant, [(1, 1)], SHAPE, dtype=torch.float32, device="cpu", seed=0, page_size=0)
+    for size in (0, 1048577):
+        with pytest.raises(ValueError, match=f"page_size: expected 1 to 1048576, found {size}"):
+            random_batch(variant, [(1, 1)], SHAPE, dtype=torch.float32, device="cpu", seed=0, page_size=size)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

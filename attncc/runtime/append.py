@@ -31,7 +31,7 @@ def append_kv(
     num_pages, page_size = caches[0].shape[:2]
     on_host = all(t.device.type == "cpu" for t in table)
     rows = _check_values(table, k.shape[0], num_pages, page_size) if on_host else k.shape[0]
-    k, v = k[:rows], v[:rows]
+    k, v = (_apart(t[:rows], caches) for t in (k, v))
     if not rows or (kernels is not None and _launched(kernels, k, v, caches, table)):
         return
     if on_host:
@@ -39,6 +39,20 @@ def append_kv(
         _write(caches, (k, v), *_to(k.device, page, slot))
     else:
         _append(k, v, caches, _to(k.device, *table))
+
+
+def _apart(rows: Tensor, caches: tuple[Tensor, Tensor]) -> Tensor:
+    """The rows, copied where they may lie in memory that is written."""
+    place = rows.untyped_storage().data_ptr()
+    shared = [c for c in caches if c.untyped_storage().data_ptr() == place]
+    low, high = _extent(rows) if shared else (0, 0)
+    return rows.clone() if any(a < high and low < b for a, b in map(_extent, shared)) else rows
+
+
+def _extent(t: Tensor) -> tuple[int, int]:
+    """Addresses from the first byte to past the last."""
+    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size() * (t.numel() > 0)
 
 
 def _launched(kernels: Utilities, k: Tensor, v: Tensor, caches: tuple[Tensor, Tensor], table: Table) -> bool:
@@ -159,6 +173,8 @@ def _check_rows(k: Any, v: Any, kv: Any) -> tuple[Tensor, Tensor]:
     for name, t in (("k", k), ("v", v), *zip(CACHES, kv, strict=True)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, found {type(t).__name__}")
+        if t.layout != torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, found layout {t.layout}")
         if t.device != k.device:
             raise ValueError(f"{name}: expected a tensor on {k.device} as k is, found {t.device}")
     if torch.is_grad_enabled():
@@ -177,6 +193,8 @@ def _check_rows(k: Any, v: Any, kv: Any) -> tuple[Tensor, Tensor]:
             raise ValueError(f"{name}: expected shape {wanted}, found {list(t.shape)}")
         if t.dtype != cache.dtype:
             raise TypeError(f"{name}: expected dtype {_short(cache)} as {cache_name}, found {_short(t)}")
+        if t.is_complex():
+            raise TypeError(f"{name}: expected a dtype that is not complex, found {_short(t)}")
     if kv[1].shape[:3] != kv[0].shape[:3]:
         wanted = f"{list(kv[0].shape[:3])} as k_cache"
         raise ValueError(
@@ -196,6 +214,8 @@ def _check_table(
         t if isinstance(t, Tensor) else torch.from_numpy(host(name, t)) for name, t in zip(TABLE, given, strict=True)
     )
     for name, t in zip(TABLE, table, strict=True):
+        if t.layout != torch.strided:
+            raise TypeError(f"{name}: expected a strided tensor, found layout {t.layout}")
         if t.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name}: expected dtype int32 or int64, found {_short(t)}")
         if t.dim() != 1:

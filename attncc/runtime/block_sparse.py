@@ -7,6 +7,7 @@ is planned as if its rows followed those of the head before.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,7 @@ def uniform(
 ) -> Matrix:  # fmt: skip
     """The matrix of plan_block_sparse's arguments.  ValueError and TypeError naming the argument."""
     check_counts(block_rows=block_rows, block_cols=block_cols, qo_len=qo_len, kv_len=kv_len)
+    block_rows, block_cols = int(block_rows), int(block_cols)  # small ones of numpy would wrap
     lists = _lists(num_kv_heads, indptr, indices)
     counts, columns = [], []
     for where, ends, found in lists:
@@ -77,6 +79,10 @@ def uniform(
     known = blocks * block_cols if kv_len is None else int(kv_len)
     if (blocks - 1) * block_cols >= known:
         raise ValueError(f"indices: expected blocks of {kv_len} keys (kv_len), found column {blocks - 1}")
+    if known > I32_MAX:
+        raise ValueError(
+            f"indices: expected blocks of {block_cols} keys that end below 2³¹, or a kv_len, found column {blocks - 1}"
+        )
     count = np.concatenate(counts)
     start = count.cumsum() - count
     # a block cut short by kv_len is the last of its row
@@ -85,7 +91,7 @@ def uniform(
     row_offsets = _row_offsets(each, block_rows, qo_len)
     in_line = _in_line([row_offsets] * len(lists))
     return Matrix(
-        len(lists), int(block_cols), int(row_offsets[-1]), known, in_line, start, keys, ids, exact=kv_len is None
+        len(lists), block_cols, int(row_offsets[-1]), known, in_line, start, keys, ids, exact=kv_len is None
     )  # fmt: skip
 
 
@@ -93,14 +99,15 @@ def _lists(num_kv_heads: int, indptr: Any, indices: Any) -> list[tuple[str, Any,
     """(where in the arguments, indptr, indices) of all kv heads alike, or of each."""
     if isinstance(indptr, (torch.Tensor, np.ndarray)):
         by_head = indptr.ndim == 2
-        indptr = indptr.detach().cpu() if isinstance(indptr, torch.Tensor) and by_head else indptr
+        indptr = _on_host("indptr", indptr) if isinstance(indptr, torch.Tensor) and by_head else indptr
     else:
         by_head = isinstance(indptr, (list, tuple)) and len(indptr) > 0 and hasattr(indptr[0], "__len__")
     if not by_head:
         return [("", indptr, indices)]
     if len(indptr) != num_kv_heads:
         raise ValueError(f"indptr: expected offsets of {num_kv_heads} kv heads, or of all alike, found {len(indptr)}")
-    if not isinstance(indices, (list, tuple, torch.Tensor, np.ndarray)) or len(indices) != num_kv_heads:
+    lists = isinstance(indices, (list, tuple, torch.Tensor, np.ndarray)) and getattr(indices, "ndim", 1)
+    if not lists or len(indices) != num_kv_heads:
         raise ValueError(f"indices: expected {num_kv_heads} lists, one a kv head as in indptr, found {_said(indices)}")
     return [(f"[{g}]", indptr[g], indices[g]) for g in range(num_kv_heads)]
 
@@ -179,7 +186,8 @@ def _sizes(name: str, given: Any, num_kv_heads: int) -> np.ndarray:
         raise ValueError(f"{name}: expected sizes of {num_kv_heads} kv heads, or of all alike, found {len(found)}")
     if found.min(initial=0) < 0:
         raise ValueError(f"{name}: expected sizes from 0, found {found.min()}")
-    total = found.sum(1)
+    # sizes that a user got wrong may have a sum that an int64 doesn't hold
+    total = found.sum(1, dtype=object if found.max(initial=0) > I32_MAX else np.int64)
     if (total != total[0]).any():
         raise ValueError(f"{name}: expected the same sum in every kv head, found {total.tolist()}")
     if total[0] > I32_MAX:
@@ -190,7 +198,10 @@ def _sizes(name: str, given: Any, num_kv_heads: int) -> np.ndarray:
 def _values(name: str, given: Any, ranks: tuple[int, int], *dtypes: str) -> np.ndarray:
     """A tensor, an array or lists as an array on the host."""
     if isinstance(given, torch.Tensor):
-        given = given.detach().cpu().numpy()
+        dtype = str(given.dtype).removeprefix("torch.")
+        if dtype not in dtypes and given.numel():  # before numpy, which has fewer
+            raise TypeError(f"{name}: expected {' or '.join(dtypes)}, found {dtype}")
+        given = _on_host(name, given)
     try:
         found = np.asarray(given)
     except ValueError:
@@ -200,6 +211,15 @@ def _values(name: str, given: Any, ranks: tuple[int, int], *dtypes: str) -> np.n
     if found.ndim not in ranks:
         raise ValueError(f"{name}: expected {ranks[0]} dimensions, or {ranks[1]}, found shape {list(found.shape)}")
     return found
+
+
+def _on_host(name: str, given: torch.Tensor) -> np.ndarray:
+    """A tensor as an array."""
+    if given.layout != torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, found layout {given.layout}")
+    if given.is_meta:
+        raise ValueError(f"{name}: expected a tensor with values, found one on meta")
+    return given.detach().cpu().numpy()
 
 
 def _said(x: Any) -> str:
@@ -241,11 +261,39 @@ def _planned(shape: planning.Shape, batch: planning.Batch, heads: int) -> planni
         shape, num_qo_heads=shape.group_size, num_kv_heads=1, max_batch_size=heads * shape.max_batch_size,
         max_qo_rows=heads * shape.max_qo_rows,
     )  # fmt: skip
+    if shape.batch_invariant:  # nothing may be cut less
+        made = planning.plan(replace(alone, partial_rows=I32_MAX), batch)
+        _check_room(shape, made)
+        return made
     while True:
         made = planning.plan(alone, batch)
-        if all(getattr(made, name).size <= room[name] for name in ("items", "targets", "sources")):
+        if _fits(made, room):
             return made
         alone = replace(alone, partial_rows=alone.partial_rows // 2)  # fewer cuts: these take what there is no room for
+
+
+def _fits(made: planning.Plan, room: Mapping[str, int]) -> bool:
+    return all(getattr(made, name).size <= room[name] for name in ("items", "targets", "sources"))
+
+
+def _check_room(shape: planning.Shape, made: planning.Plan) -> None:
+    """ValueError where a plan for heads one by one has no room, with the maxima that give it room."""
+    partial_rows, batch = max(made.partial_rows, shape.partial_rows), shape.max_batch_size
+
+    def holds(max_batch_size: int) -> bool:
+        return _fits(made, planning.capacity(replace(shape, max_batch_size=max_batch_size, partial_rows=partial_rows)))
+
+    # a request more is room for a target more at least
+    needed = range(batch, batch + len(made.targets) + 1)
+    needed = needed[bisect_left(needed, True, key=holds)]
+    wanted = [("partial_rows", partial_rows, shape.partial_rows), ("max_batch_size", needed, batch)]
+    short = [x for x in wanted if x[1] > x[2]]
+    if short:
+        names, least, found = zip(*short, strict=True)
+        raise ValueError(
+            f"{', '.join(names)}: expected at least {', '.join(map(str, least))}, since kv heads with blocks of their "
+            f"own are cut one by one, found {', '.join(map(str, found))}"
+        )
 
 
 def _check_maxima(shape: planning.Shape, matrix: Matrix) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 BASES = {"e": (torch.exp, torch.log), "2": (torch.exp2, torch.log2)}
 KERNEL_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 LOG2_E = math.log2(math.e)
+DTYPES = (*KERNEL_DTYPES, torch.float64)
 LSE_DTYPES = (torch.float32, torch.float64)
 
 
@@ -137,15 +138,15 @@ def _merge(
 
 
 def _check_state(o_name: str, o: Any, lse_name: str, lse: Any, shape: str, base: Any) -> None:
-    """Refuse what isn't a float `o` of `shape` with an lse of the same leading dimensions on its device."""
-    if base not in BASES:
+    """Refuse what isn't an `o` of `shape` with an lse of the same leading dimensions on its device."""
+    if not isinstance(base, str) or base not in BASES:
         raise ValueError(f"lse_base: expected 'e' or '2', found {base!r}")
     _plain(o_name, o)
     _plain(lse_name, lse)
     if o.dim() != shape.count(",") + 1:
         raise ValueError(f"{o_name}: expected shape {shape}, found {list(o.shape)}")
-    if not o.dtype.is_floating_point:
-        raise TypeError(f"{o_name}: expected a float dtype, found {_short(o)}")
+    if o.dtype not in DTYPES:
+        raise TypeError(f"{o_name}: expected dtype bfloat16, float16, float32 or float64, found {_short(o)}")
     if lse.shape != o.shape[:-1]:
         raise ValueError(f"{lse_name}: expected shape {list(o.shape[:-1])} as {o_name}, found {list(lse.shape)}")
     if lse.dtype not in LSE_DTYPES:
@@ -156,6 +157,8 @@ def _check_state(o_name: str, o: Any, lse_name: str, lse: Any, shape: str, base:
 def _plain(name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, found {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise TypeError(f"{name}: expected a strided tensor, found layout {t.layout}")
     if torch.is_grad_enabled():  # autograd would give NaN at the infinities of empty states
         refuse_grad([(name, t)])
 

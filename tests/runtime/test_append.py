@@ -176,12 +176,38 @@ def test_bits_are_copied() -> None:
     assert all(torch.equal(small[at].view(torch.uint8), rows[r].view(torch.uint8)) for r, at in enumerate(places))
 
 
+def test_rows_that_lie_in_the_cache() -> None:
+    """What they held before the call is written, wherever it lies and whatever is written there."""
+    torch.manual_seed(0)
+    for pick in (lambda c: c[2, :3], lambda c: c[::2, 1][:3], lambda c: c.flatten(0, 1)[1:4]):
+        cache, other = torch.randn(2, 6, 4, HEADS, 8)
+        k, v = pick(cache).clone(), pick(cache).flip(0)
+        want = cache.clone(), other.clone()
+        for r, at in enumerate([(2, 0), (2, 1), (0, 3)]):  # of the first request positions 4, 5; of the other 3
+            want[0][at], want[1][at] = k[r], v[r]
+        attncc.append_kv(pick(cache), v, (cache, other), [0, 2, 3], [0, 2, 3], [5, 2, 0], [2, 4])
+        assert same((cache, other), want)
+    cache, other = torch.randn(2, 6, 4, HEADS, 8)
+    want = cache.clone(), other.clone()
+    want[0][1, 0], want[1][1, 0] = other[1, 2], cache[1, 0]  # v was there before k was written
+    attncc.append_kv(other[1, 2:3], cache[1, :1], (cache, other), [0, 1], [0, 1], [1], [1])
+    assert same((cache, other), want)
+
+
+def test_rows_beside_the_cache_are_not_copied() -> None:
+    memory = torch.zeros(7, 4, HEADS, 8)
+    caches = memory[:6], torch.zeros(6, 4, HEADS, 8)
+    assert append._apart(memory[6], caches).data_ptr() == memory[6].data_ptr()
+    assert append._apart(memory[5], caches).data_ptr() != memory[5].data_ptr()
+
+
 GOOD = Batch([(2, 6), (3, 7)], 4)
 K, V = GOOD.caches()
 
 
 def changed(name: str, at: int, value: int) -> dict[str, object]:
-    t = dict(zip(append.TABLE, GOOD.table, strict=True))[name].clone()
+    table: dict[str, Tensor] = dict(zip(append.TABLE, GOOD.table, strict=True))
+    t = table[name].clone()
     t[at] = value
     return {name: t}
 
@@ -191,6 +217,13 @@ def changed(name: str, at: int, value: int) -> dict[str, object]:
     [
         ({"k": None}, TypeError, "k: expected a torch.Tensor, found NoneType"),
         ({"k": GOOD.k.half()}, TypeError, "k: expected dtype float32 as k_cache, found float16"),
+        ({"k": GOOD.k.to(torch.complex128), "kv": (K.to(torch.complex128), V)}, TypeError,
+         "k: expected a dtype that is not complex, found complex128"),
+        ({"v": GOOD.v.to(torch.complex64), "kv": (K, V.to(torch.complex64))}, TypeError,
+         "v: expected a dtype that is not complex, found complex64"),
+        ({"k": GOOD.k.to_sparse()}, TypeError, "k: expected a strided tensor, found layout torch.sparse_coo"),
+        ({"kv": (K, V.to_sparse())}, TypeError, "v_cache: expected a strided tensor, found layout torch.sparse_coo"),
+        ({"kv_indices": GOOD.ids.to_sparse()}, TypeError, "kv_indices: expected a strided tensor, found layout torch."),
         ({"k": GOOD.k[:, :1]}, ValueError, r"k: expected shape \[nnz, 2, 8\] .*k_cache.*, found \[5, 1, 8\]"),
         ({"k": GOOD.k[0]}, ValueError, r"k: expected shape \[nnz, 2, 8\]"),
         ({"v": GOOD.v[..., :3]}, ValueError, r"v: expected shape \[nnz, 2, 4\] .*v_cache.*, found \[5, 2, 3\]"),

@@ -226,6 +226,78 @@ def test_blocks_that_do_not_follow_one_another(driver):
         attn.run(q, (rows(16, 2, 128), rows(4, 4, 2, 128)))
 
 
+# ---------------------------------------------------------------------- counts and room
+
+
+@pytest.mark.parametrize("integer", [np.uint8, np.int16, np.uint16, np.int32])
+def test_counts_may_be_small_integers_of_numpy(integer):
+    found = block_sparse.uniform(2, [0, 1, 3], [0, 1, 9], integer(100), integer(128), None, None)
+    want = block_sparse.uniform(2, [0, 1, 3], [0, 1, 9], 100, 128, None, None)
+    assert (found.kv_len, found.qo_len, found.keys.tolist()) == (1280, 200, [128, 256])
+    assert found.row_offsets.tolist() == want.row_offsets.tolist() == [0, 100, 200]
+    found = block_sparse.uniform(2, [0, 3], [0, 1, 9], integer(100), integer(128), integer(7), 1200)
+    assert (found.kv_len, found.qo_len, found.keys.tolist()) == (1200, 7, [304])
+
+
+def test_the_last_key_that_an_int32_counts():
+    assert block_sparse.uniform(1, [0, 1], [2**31 - 2], 1, 1, None, None).kv_len == 2**31 - 1
+    assert block_sparse.uniform(1, [0, 1], [2**27 - 1], 1, 16, None, 2**31 - 1).keys.tolist() == [15]
+
+
+def grown(error, given):
+    """What an error says to pass: "a, b: expected at least 1, 2, since …, found …"."""
+    names, _, rest = str(error).partition(": expected at least ")
+    least = rest.split(", since")[0].split(", ")
+    return {**given, **{n: int(x) for n, x in zip(names.split(", "), least, strict=True)}}
+
+
+@pytest.mark.parametrize("maxima", [{}, {"partial_rows": 24}, {"partial_rows": 1}, {"max_batch_size": 2}])
+@pytest.mark.parametrize(("rows_of_blocks", "block_rows"), [(1, 1), (3, 1), (2, 150)])
+def test_heads_that_are_cut_alike_in_any_batch(driver, maxima, rows_of_blocks, block_rows):
+    """What does not fit says what to pass; with that it fits, and with one less it does not."""
+    n, heads = 625, 8
+    layout = {
+        "indptr": [[n * m for m in range(rows_of_blocks + 1)]] * heads,
+        "indices": [list(range(n)) * rows_of_blocks] * heads, "block_rows": block_rows, "block_cols": 8,
+    }  # fmt: skip
+
+    def planned(given):
+        attn = over_blocks(driver, heads=(8, 8), deterministic="batch_invariant", **given)
+        attn.plan_block_sparse(**layout)
+        return attn
+
+    given = {"max_batch_size": rows_of_blocks, "max_qo_rows": rows_of_blocks * block_rows, **maxima}
+    given["max_batch_size"] = max(given["max_batch_size"], rows_of_blocks)
+    with pytest.raises(ValueError, match="expected at least") as e:
+        planned(given)
+    enough = grown(e.value, given)
+    assert enough != given
+    attn = planned(enough)
+    for name in enough:
+        if enough[name] > given.get(name, enough[name]):
+            with pytest.raises(ValueError, match=f"{name}.*: expected at least {enough[name]}"):
+                planned({**enough, name: enough[name] - 1})
+    seen = []
+    driver.on_launch = lambda values: seen.append(plan_of(values)[0])
+    qo, keys = given["max_qo_rows"], rows(8 * n, 8, 128)
+    attn.run(rows(qo, 8, 128), (keys, keys))
+    ((items),) = seen
+    assert sorted(set(items[:, planning.HEAD])) == list(range(heads))
+    covered = (items[:, planning.ROWS] * (items[:, planning.END] - items[:, planning.BEGIN])).sum()
+    assert covered == heads * qo * 8 * n
+
+
+def test_what_room_heads_of_their_own_need(driver):
+    """8 heads, one row each, 5000 keys in 3 pieces: 24 partial rows and 8 targets."""
+    given = {"max_batch_size": 1, "max_qo_rows": 1, "heads": (8, 8), "deterministic": "batch_invariant"}
+    with pytest.raises(ValueError, match="expected at least") as e:
+        over_blocks(driver, **given).plan_block_sparse([[0, 625]] * 8, [range(625)] * 8, block_rows=1, block_cols=8)
+    assert str(e.value) == (
+        "partial_rows, max_batch_size: expected at least 24, 2, since kv heads with blocks of their own are cut one by "
+        "one, found 16, 1"
+    )
+
+
 # ---------------------------------------------------------------------- refusals
 
 LAYOUT = {"indptr": [0, 2, 3], "indices": [3, 0, 2], "block_rows": 3, "block_cols": 16, "qo_len": 5, "kv_len": 50}
@@ -250,6 +322,19 @@ BAD = [
 ]  # fmt: skip
 
 
+META = torch.tensor([[0, 2, 3]] * 2, device="meta")
+BAD += [
+    ({"indices": [3, 2**31 - 1, 2], "kv_len": None}, ValueError,
+     "indices: expected blocks of 16 keys that end below 2³¹, or a kv_len, found column 2147483647"),
+    ({"indices": [3, 2**27, 2], "kv_len": None}, ValueError, "or a kv_len, found column 134217728"),
+    ({"indices": [3, 2**31 - 1, 2], "block_cols": 1, "kv_len": None}, ValueError, "found column 2147483647"),
+    ({"indptr": META, "indices": [[3, 0, 2]] * 2}, ValueError, "indptr: expected a tensor with values, found one on m"),
+    ({"indptr": torch.zeros(2, 3).long().to_sparse(), "indices": [[3, 0, 2]] * 2}, TypeError,
+     "indptr: expected a strided tensor, found layout torch.sparse_coo"),
+    ({"indptr": [[0, 2, 3]] * 2, "indices": np.array(3)}, ValueError, "indices: expected 2 lists, one a kv head as in"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(("change", "error", "says"), BAD)
 def test_bad_layouts(driver, change, error, says):
     attn = over_blocks(driver)
@@ -270,6 +355,17 @@ BAD_SIZES = [
     ((SIZES[0], [4], [[8, 16], [8, 8]]), ValueError, "block_col_sizes: expected the same sum in every kv head, foun"),
     ((SIZES[0], [4], [2**31, 16]), ValueError, "block_col_sizes: expected a sum below 2³¹, found 2147483664"),
     ((SIZES[0], [[4], [4, 5]], [8, 16]), ValueError, "block_row_sizes: expected lists of one length"),
+    (([[False] * 4], [3], [2**62] * 4), ValueError, "block_col_sizes: expected a sum below 2³¹, found 184467440737095"),
+    (([[False] * 4], [[3], [3]], [[2**62] * 4, [0] * 4]), ValueError, "block_col_sizes: expected the same sum in eve"),
+    (([[False] * 4] * 4, [2**62] * 4, [3] * 4), ValueError, "block_row_sizes: expected a sum below 2³¹, found 1844674"),
+    ((torch.ones(1, 2, dtype=torch.bool, device="meta"), [4], [8, 16]), ValueError,
+     "mask: expected a tensor with values, found one on meta"),
+    ((torch.ones(1, 2, dtype=torch.bfloat16), [4], [8, 16]), TypeError, "mask: expected bool, found bfloat16"),
+    ((torch.ones(1, 2).bool().to_sparse(), [4], [8, 16]), TypeError,
+     "mask: expected a strided tensor, found layout torch.sparse_coo"),
+    ((SIZES[0], torch.ones(1, dtype=torch.bfloat16), [8, 16]), TypeError,
+     "block_row_sizes: expected int32 or int64, found bfloat16"),
+    ((SIZES[0], [4], torch.ones(2, device="meta").long()), ValueError, "block_col_sizes: expected a tensor with val"),
 ]  # fmt: skip
 
 

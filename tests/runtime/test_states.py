@@ -145,7 +145,15 @@ OUT, LSE = torch.zeros(3, 2, 8), torch.zeros(3, 2)
     [
         ({"o_a": "x"}, TypeError, "o_a: expected a torch.Tensor, found str"),
         ({"o_a": OUT[0]}, ValueError, r"o_a: expected shape \[n, H, D\], found \[2, 8\]"),
-        ({"o_a": OUT.int()}, TypeError, "o_a: expected a float dtype, found int32"),
+        ({"o_a": OUT.int()}, TypeError, "o_a: expected dtype bfloat16, float16, float32 or float64, found int32"),
+        (
+            {"o_a": OUT.to(torch.float8_e4m3fn), "o_b": OUT.to(torch.float8_e4m3fn)},
+            TypeError,
+            "o_a: expected dtype bfloat16, float16, float32 or float64, found float8_e4m3fn",
+        ),
+        ({"o_a": OUT.to_sparse()}, TypeError, "o_a: expected a strided tensor, found layout torch.sparse_coo"),
+        ({"lse_b": LSE.to_sparse()}, TypeError, "lse_b: expected a strided tensor, found layout torch.sparse_coo"),
+        ({"lse_base": ["e"]}, ValueError, r"lse_base: expected 'e' or '2', found \['e'\]"),
         ({"lse_a": LSE[:2]}, ValueError, r"lse_a: expected shape \[3, 2\] as o_a, found \[2, 2\]"),
         ({"lse_a": LSE.half()}, TypeError, "lse_a: expected dtype float32 or float64, found float16"),
         ({"lse_a": None}, TypeError, "lse_a: expected a torch.Tensor, found NoneType"),

@@ -117,7 +117,6 @@ class Staging:
 
 def _release(memory: tuple[torch.Tensor, ...], driver: Any, event: Any) -> None:
     """Wait for the last copy, until which `memory` is held."""
-    driver.wait(event)
     driver.destroy(event)
 
 

@@ -159,11 +159,20 @@ class Driver:
             self._check("cuEventSynchronize", done)
 
     def destroy(self, event: Event) -> None:
-        pushed = self._push(event.context)
+        """Wait for an event and give it back: from the garbage collector, and so perhaps while a graph is captured,
+        which waiting would end unless the thread says that it knows what it does."""
+        cu = self._cu
+        relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        mode = self._check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(relaxed))
         try:
-            done = self._cu.cuEventDestroy(event.handle)
+            self.wait(event)
+            pushed = self._push(event.context)
+            try:
+                done = cu.cuEventDestroy(event.handle)
+            finally:
+                self._pop(pushed)
         finally:
-            self._pop(pushed)
+            self._check("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(mode))
         self._check("cuEventDestroy", done)
 
     def _push(self, context: Any) -> bool:

@@ -137,7 +137,7 @@ CASES = {
             stub.fail_copy = 0
             driver.destroy(event)
             assert stub.lib.stub_depth() == depth and stub.events == 0
-        assert stub.waits == 6
+        assert stub.waits == 9
     """,
     "capture is asked of the stream": """
         stub.capturing_stream = 9

@@ -158,7 +158,7 @@ def decode(pages: list[int], rounds: int) -> list[list[str]]:
             ceiling.append(gigabytes_read(best))
             for page in pages[r % len(pages) :] + pages[: r % len(pages)]:
                 found[page].append(contenders[page].gigabytes())
-        top = max(ceiling)
+        top = statistics.median(ceiling)
         ceilings.append(top)
         for page, speeds in found.items():
             speed = statistics.median(speeds)

@@ -197,7 +197,7 @@ def _divide(shape: p.Shape, tiles: Tiles, level: Sequence[int], coarser: int) ->
     Rows are merged by whoever ends last.  A shared tile ends for many requests at once: its CTA would merge them one
     after another (2 µs each), while those that end the requests' own keys do so side by side.
     """
-    parts = [Tiles(*(x if x is None else x[i:j] for x in tiles)) for i, j in pairwise(level)]
+    parts = [_between(tiles, i, j) for i, j in pairwise(level)]
     works = [max(1, int(cost(part.begin, part.end, shape.tile_kv).sum())) for part in parts]
     done = np.append(0, np.cumsum(works)) / sum(works)
     found = [divide(shape, part, coarser) for part in parts]
@@ -211,6 +211,11 @@ def _divide(shape: p.Shape, tiles: Tiles, level: Sequence[int], coarser: int) ->
         np.concatenate(whole) if any(x.whole is not None for x in found) else None,
         np.concatenate([pieces.onward + n for pieces, n in zip(found, count, strict=False)]),
     )
+
+
+def _between(tiles: Tiles, i: int, j: int) -> Tiles:
+    siblings = None if tiles.siblings is None else tiles.siblings[i:j]
+    return Tiles(tiles.rows[i:j], tiles.begin[i:j], tiles.end[i:j], siblings, tiles.keys[i:j], tiles.request[i:j])
 
 
 def _merges(

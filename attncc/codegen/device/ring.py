@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32
 
 
 class Ring:
@@ -16,22 +16,6 @@ def open_ring(ring: Ring, readers: int, writers: int = 1) -> None:
     for i in range(ring.stages):
         cute.arch.mbarrier_init(ring.full + i, writers)
         cute.arch.mbarrier_init(ring.empty + i, readers)
-
-
-@cute.jit
-def open_by_threads(barriers: cute.Pointer, counts: cutlass.Constexpr, t: Int32):
-    """Open barriers, each by a thread of its own: one thread takes 20 cycles for each, at the start of every launch."""
-    mine = Int32(counts[-1])
-    for k in cutlass.range_constexpr(len(counts) - 2, -1, -1):
-        if const_expr(counts[k] != counts[k + 1]):
-            mine = cutlass.select_(t <= k, Int32(counts[k]), mine)
-    if t < len(counts):
-        cute.arch.mbarrier_init(barriers + t, mine)
-
-
-def ring_counts(stages: int, readers: int, writers: int = 1) -> tuple[int, ...]:
-    """Arrivals at the barriers of a ring, in their order."""
-    return (writers,) * stages + (readers,) * stages
 
 
 def advance(stages: int, slot, phase):

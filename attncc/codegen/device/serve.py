@@ -36,9 +36,9 @@ from .merge import (
     store_partial,
 )
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
-from .ring import Ring, is_lead, open_by_threads, release, release_for, ring_counts, warp_uniform
+from .ring import Ring, is_lead, open_ring, release, release_for, warp_uniform
 from .softmax import new_state, rescale, reset, settle
-from .tickets import deal_tickets, read_header
+from .tickets import deal_tickets
 
 NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup
@@ -320,15 +320,14 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     warp = warp_uniform(cute.arch.warp_idx())
     lists = Lists(*lists)
     sizes = Sizes(*values[:NUM_SIZES], values[NUM_SIZES:])
-    header = read_header(lists, sizes, warp == 3)  # on its way while barriers are made
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages) + 1)
-    wanted = bars + 2 * sum(stages)
+    bars = smem.allocate_array(Int64, 2 * sum(stages))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2)
+    wanted = smem.allocate_array(Int64, 1)
     k_ring = Ring(bars, p.k_stages)
     v_ring = Ring(bars + 2 * stages[0], p.v_stages)
     item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
@@ -341,11 +340,12 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     sV = smem.allocate_tensor(dt, lv.outer, 1024, swizzle=lv.inner)
     sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
     sums = smem.allocate_array(cutlass.Float32, 4 * 128)
-    counts = (
-        *ring_counts(p.k_stages, 4 * p.warpgroups, writers(p)), *ring_counts(p.v_stages, 4 * p.warpgroups, writers(p)),
-        *ring_counts(ITEM_STAGES, 4 * p.warpgroups + 3), *ring_counts(stages[3], 4, 32 if p.chunk else 32 * TEAM), 1,
-    )  # fmt: skip
-    open_by_threads(bars, counts, t)
+    if t == 0:
+        open_ring(k_ring, 4 * p.warpgroups, writers(p))
+        open_ring(v_ring, 4 * p.warpgroups, writers(p))
+        open_ring(item_ring, 4 * p.warpgroups + 3)
+        open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
+        cute.arch.mbarrier_init(wanted, 1)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -363,7 +363,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
             if warp < TEAM:
                 stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, items, tags, wanted, lists, sizes)
         if warp == 3:
-            deal_tickets(p, fn, item_ring, items, wanted, header, lists, sizes)
+            deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(

@@ -106,24 +106,17 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
     return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
 
 
-def read_header(lists, sizes, ok):
-    """(tickets, kv heads of a record, query rows) of the plan; and most often what becomes the first record."""
-    bx, _, _ = cute.arch.block_idx()
-    guess = lists.items + (bx // sizes.num_kv_heads) * RECORD_WORDS
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[guess.toint()], predicate=ok)
-    return tuple(kept_word(lists.header, k, ok) for k in range(3))
-
-
 @cute.jit
-def deal_tickets(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, wanted, header, lists, sizes
-):
+def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, wanted, lists, sizes):
     """Posts items; the first dead one ends the CTA.  tickets: two zeroed counters; the last CTA to run dry zeroes them
     again."""
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
-    total, heads, rows = header
+    # most often this is the first record: on its way while the header tells
+    guess = lists.items + (bx // sizes.num_kv_heads) * RECORD_WORDS
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[guess.toint()])
+    total, heads, rows = (kept_word(lists.header, k, True) for k in range(3))
     # a graph that captured a run with fewer rows than the plan it is replayed with must not write past them
     total = cutlass.select_(rows <= sizes.rows, total, Int32(0))
     slot, phase, asked = Int32(0), Int32(1), Int32(0)

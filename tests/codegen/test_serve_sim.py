@@ -205,7 +205,7 @@ def test_a_bug_is_noticed(name: str) -> None:
     changes, message = {**BUGS, **GATHER_BUGS}[name]
     x = buggy(WINDOW if name in GATHER_BUGS else CAUSAL)
     with pytest.raises(Fault, match=f"(?s){message}"):
-        for seed in range(8):
+        for seed in range(24):
             out, _ = found = sim.serve(x, sm_count=4, seed=seed, lockstep=seed == 0, change=changed(changes))
             if out.isnan().any():
                 raise Fault("the output holds NaN")

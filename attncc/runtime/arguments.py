@@ -268,13 +268,21 @@ def check_input(
     _contiguous_rows(name, t)
 
 
-def check_return_lse(spec: Spec, return_lse: Any, lse: Any) -> None:
-    """Check that an lse which is asked for can be had."""
+def check_results(
+    spec: Spec, return_lse: Any, out: Any, lse: Any, lse_shape: tuple[int, ...], device: Any
+) -> tuple[int, ...]:  # fmt: skip
+    """Check that the results asked for can be had, and fit the memory given for them; returns the shape of out."""
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse: expected a bool, found {type(return_lse).__name__}")
     if spec.scan == "none" and (return_lse or lse is not None):
         name = "return_lse" if return_lse else "lse"
         raise ValueError(f"{name}: expected none, since {spec.name} has scan = none: its weights have no lse")
+    out_shape = (*lse_shape, spec.head_dim_vo)
+    if out is not None:
+        check_output("out", out, out_shape, spec.dtype, spec, device)
+    if lse is not None:
+        check_output("lse", lse, lse_shape, torch.float32, spec, device)
+    return out_shape
 
 
 def check_output(name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype, spec: Spec, device: Any) -> None:

@@ -164,13 +164,8 @@ class Kernel:
         sizes = check.check_inputs(spec, q, k, v)
         for param, t in zip(spec.tensors, rest, strict=True):
             check.check_tensor(param, t, sizes, spec, q.device)
-        check.check_return_lse(spec, return_lse, lse)
         lse_shape = (sizes.batch, sizes.qo_len, sizes.num_qo_heads)
-        out_shape = (*lse_shape, spec.head_dim_vo)
-        if out is not None:
-            check.check_output("out", out, out_shape, spec.dtype, spec, q.device)
-        if lse is not None:
-            check.check_output("lse", lse, lse_shape, torch.float32, spec, q.device)
+        out_shape = check.check_results(spec, return_lse, out, lse, lse_shape, q.device)
         if signature is None:
             raise TypeError("q, k, v: expected plain torch tensors")
         results = Results(out_shape, lse_shape, q.dtype, q.device)

@@ -22,8 +22,8 @@ from cutlass.memory import SmemAllocator
 from .epilogue import finish_rows, normalise, store_lse, store_tile, totals
 from .functors import Env, Grid, open_tile
 from .kv_source import stream
-from .layout import by_row, cols_layout, element, mma_scores, mma_values, rows_layout
-from .ring import Ring, advance, is_lead, open_ring, release, warp_uniform
+from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
 
@@ -238,17 +238,8 @@ def kernel(
     bars = smem.allocate_array(Int64, 2 * sum(stages))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
-    k_ring = Ring(bars, p.k_stages)
-    v_ring = Ring(bars + 2 * stages[0], p.v_stages)
-    item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
-    q_ring = Ring(bars + 2 * sum(stages[:3]), stages[3])  # slot: stage * warpgroups + warpgroup
-    lq, lk = rows_layout(p, 64, p.tile_qk, stages[3]), rows_layout(p, p.tile_kv, p.tile_qk, p.k_stages)
-    lv, lo = cols_layout(p, p.tile_vo, p.tile_kv, p.v_stages), rows_layout(p, 64, p.stage_vo, p.warpgroups)
-    dt = element(p)
-    sQ = smem.allocate_tensor(dt, lq.outer, 1024, swizzle=lq.inner)
-    sK = smem.allocate_tensor(dt, lk.outer, 1024, swizzle=lk.inner)
-    sV = smem.allocate_tensor(dt, lv.outer, 1024, swizzle=lv.inner)
-    sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
+    k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
+    sQ, sK, sV, sO = allocate_tiles(p, smem)
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups)
         open_ring(v_ring, 4 * p.warpgroups)

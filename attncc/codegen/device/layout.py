@@ -38,6 +38,15 @@ def cols_layout(p, rows: int, cols: int, slots: int):
     return cute.tile_to_shape(atom, (rows, cols, slots), order=(1, 0, 2))
 
 
+def allocate_tiles(p, smem):
+    """Q, K, V and the store buffer in shared memory, with their slots."""
+    layouts = (
+        rows_layout(p, 64, p.tile_qk, p.q_stages * p.warpgroups), rows_layout(p, p.tile_kv, p.tile_qk, p.k_stages),
+        cols_layout(p, p.tile_vo, p.tile_kv, p.v_stages), rows_layout(p, 64, p.stage_vo, p.warpgroups),
+    )  # fmt: skip
+    return [smem.allocate_tensor(element(p), layout.outer, 1024, swizzle=layout.inner) for layout in layouts]
+
+
 def coords(d: int, transposed: bool = False):
     """Coordinates of a rank-4 map (d, s, h, b), seen as (s, d, h, b) or (d, s, h, b)."""
     e = [cute.E(i) for i in range(4)]

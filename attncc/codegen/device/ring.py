@@ -12,6 +12,11 @@ class Ring:
         self.full, self.empty, self.stages = barriers, barriers + stages, stages
 
 
+def rings_of(barriers, stages) -> tuple[Ring, ...]:
+    """Rings of so many stages, one after another."""
+    return tuple(Ring(barriers + 2 * sum(stages[:n]), count) for n, count in enumerate(stages))
+
+
 def open_ring(ring: Ring, readers: int, writers: int = 1) -> None:
     for i in range(ring.stages):
         cute.arch.mbarrier_init(ring.full + i, writers)

@@ -18,11 +18,11 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .epilogue import LN2, close_row, finish_rows, store_packed_lse, store_rows, totals
+from .epilogue import finish_rows, normalise, store_packed_lse, store_rows, totals
 from .forward import Block, issue_scores, issue_values, weights
 from .gather import place
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
-from .layout import by_row, cols_layout, element, mma_scores, mma_values, row_elems, rows_layout
+from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .merge import (
     BAR_FREE,
     BAR_STORED,
@@ -36,7 +36,7 @@ from .merge import (
     store_partial,
 )
 from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
-from .ring import Ring, is_lead, open_ring, release, release_for, warp_uniform
+from .ring import is_lead, open_ring, release, release_for, rings_of, warp_uniform
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
 
@@ -161,7 +161,7 @@ def conclude(
     if not whole:
         store_partial(p, fn, O, base, total, tile, item, local + r_in, c_in, lists, sizes)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * wgs)
-    log2 = cute.make_rmem_tensor((2,), cutlass.Float32)
+    row_lse = cute.make_rmem_tensor((2,), cutlass.Float32)
     for c in cutlass.range(cutlass.max((item.targets + 31) // 32, 1), unroll=1):
         todo, turn = Int32(1), w
         if not whole:
@@ -184,16 +184,12 @@ def conclude(
                     else:
                         base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
                     first, rows = target.row0, target.rows
-                log2.fill(0.0)
+                row_lse.fill(0.0)
                 if const_expr(p.scan == "softmax"):
-                    for i in cutlass.range_constexpr(2):
-                        inv, l2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
-                        for e in row_elems(i, p.tile_vo):
-                            O[e] = O[e] * inv
-                        log2[i] = LN2 * l2
-                    store_packed_lse(lse, log2, tile, r_in, rows, c_in)
+                    normalise(p, fn, O, base, total, tile, row_lse)
+                    store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
                 if const_expr(p.epilogue):
-                    finish_rows(p, fn, O, tile, log2, c_in)
+                    finish_rows(p, fn, O, tile, row_lse, c_in)
                 store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
             turn = (turn + 1) % wgs
 
@@ -328,17 +324,8 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2)
     wanted = smem.allocate_array(Int64, 1)
-    k_ring = Ring(bars, p.k_stages)
-    v_ring = Ring(bars + 2 * stages[0], p.v_stages)
-    item_ring = Ring(bars + 2 * sum(stages[:2]), ITEM_STAGES)
-    q_ring = Ring(bars + 2 * sum(stages[:3]), stages[3])  # slot: stage * warpgroups + warpgroup
-    lq, lk = rows_layout(p, 64, p.tile_qk, stages[3]), rows_layout(p, p.tile_kv, p.tile_qk, p.k_stages)
-    lv, lo = cols_layout(p, p.tile_vo, p.tile_kv, p.v_stages), rows_layout(p, 64, p.stage_vo, p.warpgroups)
-    dt = element(p)
-    sQ = smem.allocate_tensor(dt, lq.outer, 1024, swizzle=lq.inner)
-    sK = smem.allocate_tensor(dt, lk.outer, 1024, swizzle=lk.inner)
-    sV = smem.allocate_tensor(dt, lv.outer, 1024, swizzle=lv.inner)
-    sO = smem.allocate_tensor(dt, lo.outer, 1024, swizzle=lo.inner)
+    k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
+    sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, 4 * 128)
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups, writers(p))

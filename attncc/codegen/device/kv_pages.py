@@ -175,13 +175,8 @@ def stream_boxes(
     slot, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
     live = True
     while live:
-        cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
-        item = peek(Load, items, it)
-        live = item.live != 0
-        count = item.end - item.begin
-        walk = walk_of_item(p, items, it, item, lists, sizes)
-        n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
-        release(item_ring, it, lead)
+        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
             boxes = Boxes(p, what, atom, sB, item, sizes)
@@ -212,13 +207,8 @@ def stream_rows(
     ks, kph, vs, vph, qs, qph, it, it_phase = (Int32(x) for x in (0, 1, 0, 1, 0, 1, 0, 0))
     live = True
     while live:
-        cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
-        item = peek(Load, items, it)
-        live = item.live != 0
-        count = item.end - item.begin
-        walk = walk_of_item(p, items, it, item, lists, sizes)
-        n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
-        release(item_ring, it, lead)
+        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         places = look_up_rows(p, item, n, who, lists, sizes)
         if count > 0:
@@ -260,6 +250,17 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
         env, holes.i0, holes.i1, holes.lo, holes.hi, holes.clear_lo, holes.clear_hi, holes.offset, item.keys,
         holes.classify != 0,
     )  # fmt: skip
+
+
+def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
+    """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins."""
+    cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
+    item = peek(Load, items, it)
+    live, count = item.live != 0, item.end - item.begin
+    walk = walk_of_item(p, items, it, item, lists, sizes)
+    first = first_block(p, fn, walk, item)
+    release(item_ring, it, lead)
+    return item, live, count, walk, first
 
 
 @cute.jit

@@ -153,7 +153,7 @@ def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig
     """The functor module of a specialized variant and the kernel it goes into.  AttnError where kernels can't."""
     from attncc.codegen import config, emit
 
-    refuse(variant)
+    refuse(variant, options.layout)
     chosen = config.choose(
         variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype,
         layout=options.layout, page_size=options.page_size,
@@ -338,26 +338,11 @@ def _choose(found: tuple[Any, ...], name: str | None, src: Source) -> Any:
     raise ValueError(f"variant: expected one of {', '.join(names)}, as in {src.name}, found {name!r}{hint}")
 
 
-def refuse(variant: Variant) -> None:
-    """AttnError for every part of a specialized variant that kernels can't honour yet, with where it stands."""
-    from attncc.ir.nodes import SLOT_DEFAULTS, Rope, walk
+def refuse(variant: Variant, layout: str) -> None:
+    """AttnError for every part of a specialized variant that kernels can't honour, with where it stands."""
+    from attncc.codegen.limits import refused
 
-    works = "attncc.reference(…) computes it"
-    src = variant.source or Source(variant.name, "")
-    problems = [
-        Diagnostic(f"kernels can't transform {slot[-1]} yet (slot {slot})", src, variant.span_of(slot), hint)
-        for slot in ("f_q", "f_k", "f_v")
-        if getattr(variant, slot) != SLOT_DEFAULTS[slot]
-        for hint in (f"nearest: apply it to {slot[-1]} before the call, or {works}",)
-    ]
-    if variant.domain is not None:
-        hint = f"nearest: say which keys exist in mask, or {works}"
-        problems.append(Diagnostic("kernels can't select blocks yet (slot domain)", src, variant.domain.span, hint))
-    for emit in variant.emits:
-        problems.append(Diagnostic(f"kernels can't emit yet (emit {emit.name})", src, emit.span, f"nearest: {works}"))
-    for e in walk(variant.epilogue):
-        if isinstance(e, Rope):
-            problems.append(Diagnostic("kernels can't apply rope in epilogue yet", src, e.span, f"nearest: {works}"))
+    problems = refused(variant, layout)
     if problems:
         raise AttnError(problems)
 

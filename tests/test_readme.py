@@ -12,6 +12,7 @@ from runtime.fake_driver import FakeDriver
 
 import attncc
 from attncc.cli import main
+from attncc.codegen.limits import as_table
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -117,3 +118,10 @@ def test_targets_and_files_named_in_the_text_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for path in re.findall(r"\]\((\w[\w./]*)\)|`((?:attncc|examples)/[\w./]+)`", README):
         assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+def test_the_table_of_limits_is_the_one_in_the_code() -> None:
+    begin, end = re.escape("<!-- limits:begin (python -m attncc.codegen.limits) -->\n"), "<!-- limits:end -->"
+    shown = re.search(f"{begin}(.*){end}", README, re.DOTALL)
+    how = "put what `python -m attncc.codegen.limits` prints between the markers of README.md"
+    assert shown is not None and shown[1] == as_table() + "\n", how

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from attncc import compiler
+from attncc.codegen.limits import refused
 from attncc.diagnostics import Source
-from attncc.ir.nodes import SLOT_DEFAULTS, Variant
+from attncc.ir.nodes import Variant
 from attncc.random_inputs import FLOATS, Shape
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -56,9 +57,8 @@ def example(name: str, variant: str, **options) -> Case:
 
 
 def buildable(variant: Variant) -> bool:
-    """Does the variant use only slots that kernels have?  (The others are the reference's alone, for now.)"""
-    default = all(getattr(variant, slot) == SLOT_DEFAULTS[slot] for slot in ("f_q", "f_k", "f_v"))
-    return default and variant.domain is None and not variant.emits
+    """Can kernels do all that the variant says?  (The others are the reference's alone.)"""
+    return not refused(variant, "dense")
 
 
 def example_variants() -> Iterator[tuple[Path, Variant]]:

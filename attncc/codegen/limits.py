@@ -1,0 +1,93 @@
+"""What kernels can't honour of a variant, as data: each limit says where it stands and what works instead.
+
+`compiler.refuse` reports every one that applies; README.md shows the table (`as_table`).  A slot that kernels learn
+loses its entry here, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from attncc.diagnostics import Diagnostic, Source, Span
+from attncc.ir.nodes import SLOT_DEFAULTS, Rope, Variant, walk
+
+Found = tuple[Span, str]  # where, and the name that the message puts there
+REFERENCE = "attncc.reference(…) computes it"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """`what` a slot can't say in kernels of `layouts` (none: of any), as the README words it.  `found`: each place in
+    a specialised variant; `message` is formatted with the name found there; `instead`: the nearest thing that works,
+    beside the reference."""
+
+    slot: str
+    what: str
+    found: Callable[[Variant], Iterator[Found]]
+    message: str
+    instead: str = ""
+    layouts: tuple[str, ...] = ()
+
+    @property
+    def hint(self) -> str:
+        return f"nearest: {self.instead}, or {REFERENCE}" if self.instead else f"nearest: {REFERENCE}"
+
+
+def written(slot: str) -> Callable[[Variant], Iterator[Found]]:
+    """The slot, where it is not its default."""
+
+    def find(v: Variant) -> Iterator[Found]:
+        if getattr(v, slot) != SLOT_DEFAULTS[slot]:
+            yield v.span_of(slot), slot
+
+    return find
+
+
+def domains(v: Variant) -> Iterator[Found]:
+    if v.domain is not None:
+        yield v.domain.span, v.domain.tensor
+
+
+def emits(v: Variant) -> Iterator[Found]:
+    yield from ((emit.span, emit.name) for emit in v.emits)
+
+
+def ropes(slot: str) -> Callable[[Variant], Iterator[Found]]:
+    return lambda v: ((x.span, slot) for x in walk(getattr(v, slot)) if isinstance(x, Rope))
+
+
+LIMITS: tuple[Limit, ...] = (
+    *(
+        Limit(
+            slot, f"any transform of {x}", written(slot), f"kernels can't transform {x} yet (slot {{}})",
+            f"apply it to {x} before the call",
+        )
+        for slot, x in (("f_q", "q"), ("f_k", "k"), ("f_v", "v"))
+    ),
+    Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
+          "say which keys exist in mask"),
+    Limit("emit", "extra outputs", emits, "kernels can't emit yet (emit {})"),
+    Limit("epilogue", "rope", ropes("epilogue"), "kernels can't apply rope in {} yet"),
+)  # fmt: skip
+
+
+def refused(variant: Variant, layout: str) -> list[Diagnostic]:
+    """Every part of a specialised variant that kernels of this layout can't honour, with where it stands."""
+    src = variant.source or Source(variant.name, "")
+    return [
+        Diagnostic(limit.message.format(name), src, span, limit.hint)
+        for limit in LIMITS
+        if not limit.layouts or layout in limit.layouts
+        for span, name in limit.found(variant)
+    ]
+
+
+def as_table() -> str:
+    """The README's table."""
+    rows = [(f"`{x.slot}`", x.what, ", ".join(x.layouts) or "any", x.instead or "the reference") for x in LIMITS]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (("slot", "what", "layouts", "instead"), ("---",) * 4, *rows))
+
+
+if __name__ == "__main__":  # the table between the README's markers
+    print(as_table())

@@ -20,7 +20,7 @@ from attncc.diagnostics import AttnError, Diagnostic, Source
 if TYPE_CHECKING:
     from attncc.codegen.config import KernelConfig
     from attncc.codegen.emit import Emitted
-    from attncc.ir.nodes import Variant
+    from attncc.ir.nodes import TensorParam, Variant
     from attncc.ir.reference import Reference
     from attncc.runtime.artifact import Artifact
     from attncc.runtime.kernel import Kernel
@@ -153,7 +153,7 @@ def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig
     """The functor module of a specialized variant and the kernel it goes into.  AttnError where kernels can't."""
     from attncc.codegen import config, emit
 
-    refuse(variant, options.layout)
+    refuse(variant, options)
     chosen = config.choose(
         variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype,
         layout=options.layout, page_size=options.page_size,
@@ -338,11 +338,16 @@ def _choose(found: tuple[Any, ...], name: str | None, src: Source) -> Any:
     raise ValueError(f"variant: expected one of {', '.join(names)}, as in {src.name}, found {name!r}{hint}")
 
 
-def refuse(variant: Variant, layout: str) -> None:
-    """AttnError for every part of a specialized variant that kernels can't honour, with where it stands."""
+def refuse(variant: Variant, options: Options) -> None:
+    """AttnError for every part of a specialized variant that kernels can't honour, or that head dims make wrong, with
+    where it stands."""
     from attncc.codegen.limits import refused
+    from attncc.codegen.vectors import misfits
 
-    problems = refused(variant, layout)
+    src = variant.source or Source(variant.name, "")
+    head_dims = {"d": options.head_dim_qk, "e": options.head_dim_vo}
+    problems = refused(variant, options.layout)
+    problems += [Diagnostic(message, src, rope.span, hint) for rope, message, hint in misfits(variant, head_dims)]
     if problems:
         raise AttnError(problems)
 
@@ -362,10 +367,16 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     import hashlib
 
     from attncc import __version__
+    from attncc.codegen import vectors
     from attncc.codegen.config import DSL_VERSION
     from attncc.ir.text import print_variant
 
     served = {} if options.layout == "dense" else _served(special, options)
+    columns = vectors.table_columns(special, {"d": options.head_dim_qk, "e": options.head_dim_vo})
+
+    def dims_of(t: TensorParam) -> list[str | int]:
+        return [*t.dims[:-1], columns.get(t.name, t.dims[-1])]
+
     return {
         "attncc": __version__, "dsl": DSL_VERSION, "arch": options.arch,
         "variant": {
@@ -379,7 +390,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
             {"name": p.name, "type": p.type.elem, "default": p.default} for p in written.scalars if not p.const
         ],
         "tensors": [
-            {"name": t.name, "dims": list(t.dims), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
+            {"name": t.name, "dims": dims_of(t), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
         ],
         "kernels": {options.kernel: kernel},
     }  # fmt: skip

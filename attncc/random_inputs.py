@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attncc.codegen.vectors import table_columns
 from attncc.compiler import MAX_PAGE_SIZE
 from attncc.ir.nodes import Const, TensorParam, Variant
 
@@ -99,7 +100,8 @@ def _lengths(param: TensorParam, variant: Variant, shape: Shape) -> Iterator[int
         "iq": (shape.batch, shape.qo_len), "j": (shape.batch, shape.kv_len),
         "pos": (longest,), "d": (shape.head_dim_qk,), "e": (shape.head_dim_vo,),
     }  # fmt: skip
-    for dim in param.dims:
+    columns = table_columns(variant, {"d": shape.head_dim_qk, "e": shape.head_dim_vo})
+    for dim in (*param.dims[:-1], columns.get(param.name, param.dims[-1])):
         if isinstance(dim, int):
             yield dim
         elif dim in spaces:

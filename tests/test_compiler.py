@@ -310,6 +310,22 @@ def test_what_kernels_cannot_do_is_refused_with_its_line(builds, body):
     attncc.reference(source, head_dim=64)
 
 
+MISFITS = {
+    "epilogue = rope(o, i, dims=96)": "rope turns 96 features, and there are 64",
+    "tensor t[pos, 64]: f32\n    epilogue = rope(o, i, cos=t, sin=t)": "'t' has 64 columns, and dims // 2 is 32",
+    "tensor t[pos, n]: f32\n    epilogue = rope(rope(o, i, cos=t, sin=t), i, dims=32, cos=t, sin=t)":
+        "'t' has 32 columns, and dims // 2 is 16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", MISFITS)
+def test_a_rope_that_does_not_fit_the_head_dims_is_refused(builds, body):
+    with pytest.raises(AttnError) as e:
+        attncc.compile(f"attention x():\n    {body}\n", head_dim=64)
+    assert [d.message for d in e.value.diagnostics] == [MISFITS[body]]
+    assert builds == []
+
+
 def test_everything_refused_is_said_at_once(builds):
     source = "attention x():\n    f_q = q * 2.0\n    f_k = k * 2.0\n    emit n[h] = sum(1.0)\n"
     with pytest.raises(AttnError) as e:

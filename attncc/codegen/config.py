@@ -11,6 +11,8 @@ from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, lea
 from attncc.ir.ranges import TileRanges, tile_ranges
 from attncc.ir.rewrite import simplify_expr
 
+from .vectors import turnings, used_slots
+
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
 NARROWER = (96, 64, 32)  # keys a block, for functors that spill
@@ -45,8 +47,9 @@ class KernelConfig:
     ramp: bool  # "linear", and what is added changes evenly from column to column (ALiBi)
     score_loads: bool  # a score reads memory lane by lane
     unit_positive: bool
+    f_q: bool
     epilogue: bool
-    epilogue_sums: int
+    turnings: tuple[tuple[str, int], ...]  # scaling and turned features of each table of frequencies (vectors.py)
     # where keys and queries lie
     layout: str = "dense"
     page_unit: int = 0  # paged, blocks: the page size, or the keys of a block, is a multiple of it
@@ -190,7 +193,7 @@ def choose(
     listed = layout == "blocks"
     counted = listed or (ranges.may is None and ranges.must is None)
     masks_below = not (listed or starts_at_zero(ranges))
-    score = kind_of_score(logits)
+    score, slots = kind_of_score(logits), used_slots(variant)
     config = KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
@@ -200,8 +203,8 @@ def choose(
         mask=mask, counted=counted, row_bounds=ranges.contiguous and not listed, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
-        epilogue=variant.epilogue != Leaf("o"),
-        epilogue_sums=sum(isinstance(x, Op) and x.op == "sum" for x in walk(variant.epilogue)),
+        f_q="f_q" in slots, epilogue="epilogue" in slots,
+        turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
     )  # fmt: skip
     return config.with_bytes_on_their_way()

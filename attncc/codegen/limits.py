@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
-from attncc.ir.nodes import SLOT_DEFAULTS, Rope, Variant, walk
+from attncc.ir.nodes import SLOT_DEFAULTS, Variant
+
+from .vectors import own_names, ropes
 
 Found = tuple[Span, str]  # where, and the name that the message puts there
 REFERENCE = "attncc.reference(…) computes it"
@@ -18,9 +20,9 @@ REFERENCE = "attncc.reference(…) computes it"
 
 @dataclass(frozen=True)
 class Limit:
-    """`what` a slot can't say in kernels of `layouts` (none: of any), as the README words it.  `found`: each place in
-    a specialised variant; `message` is formatted with the name found there; `instead`: the nearest thing that works,
-    beside the reference."""
+    """`what` a slot or function can't say in kernels of `layouts` (none: of any), as the README words it.  `found`:
+    each place in a specialised variant; `message` is formatted with the name found there; `instead`: the nearest thing
+    that works, beside the reference."""
 
     slot: str
     what: str
@@ -53,8 +55,8 @@ def emits(v: Variant) -> Iterator[Found]:
     yield from ((emit.span, emit.name) for emit in v.emits)
 
 
-def ropes(slot: str) -> Callable[[Variant], Iterator[Found]]:
-    return lambda v: ((x.span, slot) for x in walk(getattr(v, slot)) if isinstance(x, Rope))
+def untabulated(v: Variant) -> Iterator[Found]:
+    yield from ((x.span, ", ".join(names)) for x in ropes(v) if (names := own_names(x)))
 
 
 LIMITS: tuple[Limit, ...] = (
@@ -68,7 +70,8 @@ LIMITS: tuple[Limit, ...] = (
     Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
           "say which keys exist in mask"),
     Limit("emit", "extra outputs", emits, "kernels can't emit yet (emit {})"),
-    Limit("epilogue", "rope", ropes("epilogue"), "kernels can't apply rope in {} yet"),
+    Limit("rope", "a `theta` or `scaling` that rows, heads or requests differ in", untabulated,
+          "kernels can't tabulate frequencies that depend on {}", "give `cos =` and `sin =` tables"),
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import re
 IMPORTS = """\
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Float64, Int32, Int64
 from cutlass._mlir.dialects import llvm
 """
 

@@ -15,7 +15,7 @@ from attncc.codegen.emit import Emitted
 
 ALL = [*example_cases(), *hard_cases(), *odd_cases()]
 SERVED = ("tree_verify", "key_scales", "gated_output", "packed_documents", "alibi", "t5_encoder")
-FUNCTIONS = {"head", "row", "block", "col", "unit", "score", "shift", "mask", "bounds", "classify", "epilogue"}
+FUNCTIONS = {"head", "row", "block", "col", "unit", "score", "shift", "mask", "bounds", "classify"}
 
 
 def emitted(case: Case, layout: str = "dense") -> tuple[Emitted, KernelConfig]:

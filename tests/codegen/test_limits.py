@@ -16,7 +16,7 @@ BREAKS = {
     ("f_v", "any transform of v"): "f_v = v / (1.0 + sum(v * v))",
     ("domain", "selected blocks"): "tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)",
     ("emit", "extra outputs"): "emit peak[h] = max(l)",
-    ("epilogue", "rope"): "epilogue = rope(o, i if i > 0 else 0)",
+    ("rope", "a `theta` or `scaling` that rows, heads or requests differ in"): "epilogue = rope(o, i, f32(kv_len))",
 }
 
 
@@ -49,7 +49,7 @@ def test_what_kernels_can_do_breaks_none() -> None:
 
 
 def test_entries_are_worded_for_a_table() -> None:
-    slots = {*EXPR_SLOTS, "scan", "domain", "emit"}
+    slots = {*EXPR_SLOTS, "scan", "domain", "emit", "rope"}
     for x in LIMITS:
         assert x.slot in slots and set(x.layouts) <= set(compiler.LAYOUTS)
         assert not {"|", "\n"} & set(x.what + x.instead)

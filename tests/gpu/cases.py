@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -170,7 +170,16 @@ def odd_cases() -> list[Case]:
     return [Case(str(ODD), v.name, head_dim=64) for v in _variants(str(ODD))]
 
 
+# Vector slots.  Head dimensions: a tile of their own, and a smaller one in a tile of 96.
+VECTORS = Path(__file__).resolve().parents[1] / "codegen" / "vectors.attn"
+
+
+def vector_cases() -> list[Case]:
+    found = [Case(str(VECTORS), v.name, head_dim=64) for v in _variants(str(VECTORS))]
+    return [*found, *(replace(c, head_dim=80, dtype="f16") for c in found if c.variant in ("turned_back", "turned_10"))]
+
+
 def all_cases() -> list[Case]:
     """Each kernel once."""
-    found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases()]
+    found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
     return list(dict.fromkeys(found))

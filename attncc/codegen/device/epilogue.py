@@ -1,4 +1,4 @@
-"""A finished tile: normalise, log-sum-exp, the variant's epilogue, and out through shared memory."""
+"""A finished tile: normalise, log-sum-exp, and out through shared memory."""
 
 import math
 
@@ -7,17 +7,13 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import cpasync, warp
 
-from .functors import NEG_INF, feature_of, shift_of, sink_of
+from .functors import NEG_INF, shift_of, sink_of
 from .gather import place
 from .layout import coords, element, mma_values, quad, row_elems
-from .softmax import chains
+from .vectors import plus
 
 LN2 = math.log(2.0)
 BAR_STORE = 8  # named barriers 8.. : one a consumer warpgroup
-
-
-def plus(a, b):
-    return a + b
 
 
 def totals(p, fn, state, tile):
@@ -49,22 +45,6 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile,
         for e in row_elems(i, p.tile_vo):
             O[e] = O[e] * inv
         lse[i] = LN2 * log2
-
-
-@cute.jit
-def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, tile, lse, c_in: Int32):
-    """The variant's epilogue, feature by feature.  Sums over features run first, one after another."""
-    for i in cutlass.range_constexpr(2):
-        sums = ()
-        for k in cutlass.range_constexpr(p.epilogue_sums):
-            terms = []
-            for e in row_elems(i, p.tile_vo):
-                col = c_in + (8 * e[2] + e[1])
-                term = feature_of(fn, f"partial_{k}", tile, i, lse[i], O[e], col, sums)
-                terms.append(cutlass.select_(col < p.head_dim_vo, term, type(term)(0)))  # f32 or i32
-            sums = (*sums, quad(plus, chains(plus, terms, 1)))
-        for e in row_elems(i, p.tile_vo):
-            O[e] = feature_of(fn, "epilogue", tile, i, lse[i], O[e], c_in + (8 * e[2] + e[1]), sums)
 
 
 @cute.jit

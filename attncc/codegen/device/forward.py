@@ -19,13 +19,15 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .epilogue import finish_rows, normalise, store_lse, store_tile, totals
+from .epilogue import normalise, store_lse, store_tile, totals
 from .functors import Env, Grid, open_tile
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
+from .rope import allocate_turnings, fill_turnings
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
+from .vectors import finish_rows
 
 BAR_TURN = 1  # named barriers 1.. : turns of the consumer warpgroups
 
@@ -101,6 +103,7 @@ def consume(
     sK,
     sV,
     sO,
+    turnings: cutlass.Constexpr,
     rings: cutlass.Constexpr,
     items,
     tags,
@@ -129,6 +132,7 @@ def consume(
     state = new_state()
     row_lse = cute.make_rmem_tensor((2,), Float32)
     zero = outer.num_qo_heads >> 31  # 0, but only we know
+    fill_turnings(p, fn, turnings, outer, t, w)
 
     ks, kph, vs, vph, qs, qph, it, iph = (Int32(0) for _ in range(8))
     item = take(item_ring, items, it, iph, lead)
@@ -204,7 +208,7 @@ def consume(
             normalise(p, fn, O, base, total, tile, row_lse)
             store_lse(lse, row_lse, env, row0, c_in)
         if const_expr(p.epilogue):
-            finish_rows(p, fn, O, tile, row_lse, c_in)
+            finish_rows(p, fn, turnings, O, tile, row_lse, t)
         store_tile(p, atom_o, sO, acc_o, t, w, item.m, env)
         item = following
         live = following.live
@@ -240,6 +244,7 @@ def kernel(
     tags = smem.allocate_array(Int32, p.k_stages)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     sQ, sK, sV, sO = allocate_tiles(p, smem)
+    turnings = allocate_turnings(p, smem)
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups)
         open_ring(v_ring, 4 * p.warpgroups)
@@ -259,7 +264,7 @@ def kernel(
             deal(p, fn, item_ring, items, tickets, env, grid)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
-        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, rings, items, tags, t % 128, wg - 1, env)
+        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, items, tags, t % 128, wg - 1, env)
 
 
 @cute.jit

@@ -15,7 +15,8 @@ tuples, each computed once at its own level:
   sink(x, hd, rw, i)             the sink logit, base 2
   bounds(x, i0, i1)              keys [lo, hi) that any row of i0..i1 sees, [clear_lo, clear_hi) that all see
   classify(x, i0, i1, j0, j1)    (may any cell be seen, must all be)
-  epilogue(x, hd, rw, i, iq, lse, o, e, sums), partial_K(…) one feature of the output; sums over features
+
+Vector slots have functions of their own (vectors.py).
 
 A method called inside a run-time loop counts as a change of its object for the DSL, so kernels reach the module
 only through the functions here.
@@ -188,12 +189,6 @@ def shift_of(fn, tile: Tile, i: int):
 def sink_of(fn, tile: Tile, i: int):
     row = tile.rows[i]
     return fn.sink(row.env, row.hd, row.rw, row.i)
-
-
-def feature_of(fn, name: str, tile: Tile, i: int, lse, o, e, sums):
-    """One feature of the epilogue, or of the sum over features that `name` says."""
-    row = tile.rows[i]
-    return getattr(fn, name)(row.env, row.hd, row.rw, row.i, row.iq, lse, o, e, sums)
 
 
 def highest_bit(x):

@@ -166,6 +166,15 @@ def env_of(owner, h, g, offset, keys, table, lists, sizes) -> Env:
     )  # fmt: skip
 
 
+def launch_env(sizes) -> Env:
+    """What all requests and heads share."""
+    nothing = Int32(0)
+    return Env(
+        nothing, nothing, nothing, nothing, nothing, sizes.num_qo_heads, sizes.num_kv_heads, sizes.group_size,
+        sizes.params,
+    )  # fmt: skip
+
+
 def row_env(owner, packed, g, offset, keys, table, lists, sizes):
     """(environment, row in its request) of a packed row."""
     r = packed // sizes.group_size

@@ -18,7 +18,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from .epilogue import finish_rows, normalise, store_packed_lse, store_rows, totals
+from .epilogue import normalise, store_packed_lse, store_rows, totals
 from .forward import Block, issue_scores, issue_values, weights
 from .gather import place
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
@@ -28,6 +28,7 @@ from .merge import (
     BAR_STORED,
     BAR_TAKEN,
     arrive,
+    exchanged_sums,
     few_rows,
     hand_over,
     merge_few,
@@ -35,10 +36,12 @@ from .merge import (
     receive,
     store_partial,
 )
-from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, open_packed, peek
+from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, launch_env, open_packed, peek
 from .ring import is_lead, open_ring, release, release_for, rings_of, warp_uniform
+from .rope import allocate_turnings, fill_turnings
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
+from .vectors import finish_rows
 
 NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup
@@ -146,8 +149,8 @@ def attend(
 
 @cute.jit
 def conclude(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags,
-    t: Int32, w: Int32, local: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, acc_o, sO, state, tile, item, lists,
+    sizes, out, lse, flags, t: Int32, w: Int32, local: Int32,
 ):  # fmt: skip
     """A finished item: its rows to the output, or its state to memory and, where that was the last piece missing, the
     merged rows to the output.  `local`: this warpgroup's first row in the tile."""
@@ -189,7 +192,7 @@ def conclude(
                     normalise(p, fn, O, base, total, tile, row_lse)
                     store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
                 if const_expr(p.epilogue):
-                    finish_rows(p, fn, O, tile, row_lse, c_in)
+                    finish_rows(p, fn, turnings, O, tile, row_lse, t)
                 store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
             turn = (turn + 1) % wgs
 
@@ -229,8 +232,8 @@ def next_item(ring, items, turn):
 
 @cute.jit
 def consume(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags, rings: cutlass.Constexpr, items, tags,
-    lists, sizes, out, lse, t: Int32, w: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags,
+    rings: cutlass.Constexpr, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, item_ring = rings
     lead = is_lead()
@@ -252,6 +255,7 @@ def consume(
     exchange = cute.recast_ptr(sO.iterator, swizzle_=cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
     state = new_state()
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
+    fill_turnings(p, fn, turnings, launch_env(sizes), t, w)
 
     turn, start = Int32(0), Int32(0)  # items and blocks so far
     owed = Int32(0)  # the second warpgroup has handed over, and not yet seen that it was read: 1, 2 by side of the ring
@@ -299,7 +303,7 @@ def consume(
             else:
                 receive(p, acc_o, state, tile, exchange, sums, used, t)
         if owed == 0:
-            conclude(p, fn, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
+            conclude(p, fn, turnings, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
         release(item_ring, turn & (ITEM_STAGES - 1), lead)
         turn = turn + 1
         item = next_item(item_ring, items, turn)
@@ -326,7 +330,8 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     wanted = smem.allocate_array(Int64, 1)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     sQ, sK, sV, sO = allocate_tiles(p, smem)
-    sums = smem.allocate_array(cutlass.Float32, 4 * 128)
+    sums = smem.allocate_array(cutlass.Float32, exchanged_sums(p))
+    turnings = allocate_turnings(p, smem)
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups, writers(p))
         open_ring(v_ring, 4 * p.warpgroups, writers(p))
@@ -354,7 +359,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(
-            p, fn, sQ, sK, sV, sO, sums, flags, rings, items, tags, lists, sizes, out, lse, t % 128, wg - 1
+            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, items, tags, lists, sizes, out, lse, t % 128, wg - 1
         )  # fmt: skip
 
 

@@ -1,0 +1,83 @@
+"""Functions of the vector slots: for slot f_q, say, `f_q_0`, `f_q_1`, … are its steps (vectors.py) and `f_q` one
+feature of the result.
+
+Each takes (environment, head's values, what tells rows apart …, the vector's feature, its index, sums, turned): `sums`
+are those of earlier steps, `turned` this feature of what earlier ropes made.  STEPS says what the steps are:
+
+  ("sum",)                      f_q_K is what is summed
+  ("rope", dims, style, N)      f_q_K is what turns, f_q_K_position where to; N counts the tables of frequencies, which
+                                turning_N(x), (theta, arguments of the scaling …) in float64, speaks of
+  ("rope", dims, style, None)   f_q_K_pair are cosine and sine, read from memory, where the index is that of a pair
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attncc.ir.nodes import Const, Expr, Leaf, Load, Rope, Type, Variant
+
+from .vectors import SLOTS, dims_of, steps_of, turned_argument, turning_of, turnings, used_slots
+
+if TYPE_CHECKING:
+    from .emit import Emitter, Guards
+
+
+def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards) -> None:
+    """`everywhere`: of reads that run for every row, whatever guards stand around their uses."""
+    tables = turnings(variant, m.head_dims)
+    steps = {slot: SlotWriter(m, slot, everywhere).write(getattr(variant, slot)) for slot in used_slots(variant)}
+    for n, turning in enumerate(tables):
+        stage = m.cell("turning", (), ())
+        values = [wide(m, e, stage) for e in (turning.theta, *turning.arguments)]
+        m.function(f"turning_{n}(x)", stage, "".join(f"{v}, " for v in values).strip())
+    if steps:
+        m.constants.append("STEPS = {\n" + "".join(f"    {k!r}: {v!r},\n" for k, v in steps.items()) + "}\n")
+
+
+def wide(m: Emitter, e: Expr, stage) -> str:
+    """A scalar in float64: literals unrounded."""
+    return f"Float64({e.value!r})" if isinstance(e, Const) else f"Float64({m.value(e, stage, precise=True)})"
+
+
+class SlotWriter:
+    def __init__(self, m: Emitter, slot: str, everywhere: Guards):
+        self.m, self.slot, self.everywhere = m, slot, everywhere
+        vector, self.feature, rows = SLOTS[slot]
+        self.args = (*rows, vector, self.feature)
+
+    def write(self, result: Expr) -> tuple[tuple, ...]:
+        """The functions; what the steps are."""
+        from .emit import Guards
+
+        m, described, counts = self.m, [], {"sum": 0, "rope": 0}
+        m.known = {}
+        for k, step in enumerate(steps_of(result)):
+            name, kind = f"{self.slot}_{k}", "rope" if isinstance(step, Rope) else "sum"
+            if isinstance(step, Rope):
+                described.append(self.rope(name, step))
+            else:
+                self.function(name, self.everywhere, step.args[0])
+                described.append(("sum",))
+            m.known[step] = f"{'turned' if kind == 'rope' else 'sums'}[{counts[kind]}]"
+            counts[kind] += 1
+        self.function(self.slot, Guards(), result)
+        m.known = {}
+        return tuple(described)
+
+    def function(self, name: str, guards: Guards, *values: Expr) -> None:
+        stage = self.m.cell(name, self.args, (self.m.head,))
+        written = ", ".join(self.m.value(e, stage, guards) for e in values)
+        self.m.function(f"{name}(x, hd, {', '.join(self.args)}, sums, turned)", stage, written)
+
+    def rope(self, name: str, rope: Rope) -> tuple:
+        m = self.m
+        self.function(name, self.everywhere, turned_argument(rope, m.head_dims))
+        turning, number = turning_of(rope, m.head_dims), None
+        if turning is None:
+            pair = (rope.pos, Leaf(self.feature))
+            read = [Load(str(t), pair, Type("f32", self.feature), rope.span) for t in (rope.cos, rope.sin)]
+            self.function(f"{name}_pair", self.everywhere, *read)
+        else:
+            number = turnings(m.variant, m.head_dims).index(turning)
+            self.function(f"{name}_position", self.everywhere, rope.pos)
+        return "rope", dims_of(rope, m.head_dims), rope.style, number

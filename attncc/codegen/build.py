@@ -98,7 +98,7 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         "build_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
     if config.served:
-        kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk}
+        kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk, "starts_early": True}
     files = {f"{config.name}.cubin": cubin, f"{config.name}.ptx": ptx.encode(), "functors.py": emitted.text.encode()}
     return {"files": files, "kernel": kernel}
 

@@ -99,7 +99,9 @@ class KernelConfig:
     def registers(self) -> tuple[int, int]:
         # Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
         # one by one, and looking pages up, takes the producers more than 24; both take more than 56.
-        return {(True, False): (24, 240), (False, True): (88, 208)}.get((self.counted, self.served), (56, 224))
+        return {
+            (True, False): (24, 240), (True, True): (40, 232), (False, False): (56, 224), (False, True): (88, 208),
+        }[self.counted, self.served]  # fmt: skip
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""

@@ -39,6 +39,7 @@ class Function:
     context: int
     block: tuple[int, int, int]
     smem: int
+    early: bool  # it may start while the kernel before it still runs, and waits itself for what that one writes
     library: Any  # keeps the code loaded
 
 
@@ -76,6 +77,10 @@ class Driver:
         self._contexts: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._version = int(self._check("cuDriverGetVersion", self._cu.cuDriverGetVersion()))
+        early = cu.CUlaunchAttribute()
+        early.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        self._early = [early]
 
     def _check(self, call: str, result: tuple) -> Any:
         """The payload of a cuda.bindings result; CudaError unless it says success."""
@@ -227,7 +232,8 @@ class Driver:
             raise ValueError(f"{kernel['entry']}: the kernel has more parameters than the manifest")
         limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._check("cuFuncSetAttribute", cu.cuFuncSetAttribute(function, limit, kernel["smem"]))
-        return Function(function, context, tuple(kernel["block"]), kernel["smem"], library)
+        early = bool(kernel.get("starts_early"))
+        return Function(function, context, tuple(kernel["block"]), kernel["smem"], early, library)
 
     def launch(self, function: Function, grid: int, stream: int, arguments: int) -> None:
         """Launch `grid` blocks; `arguments` is the address of an array of pointers to the parameters, which the
@@ -238,13 +244,26 @@ class Driver:
         if foreign:
             self._check("cuCtxPushCurrent", cu.cuCtxPushCurrent(cu.CUcontext(function.context)))
         try:
-            x, y, z = function.block
-            result = cu.cuLaunchKernel(function.handle, grid, 1, 1, x, y, z, function.smem, stream, arguments, 0)
+            if function.early:
+                config = self._early_config(function, grid, stream)
+                result = cu.cuLaunchKernelEx(config, function.handle, arguments, 0)
+            else:
+                x, y, z = function.block
+                result = cu.cuLaunchKernel(function.handle, grid, 1, 1, x, y, z, function.smem, stream, arguments, 0)
         finally:
             if foreign:
                 self._check("cuCtxPopCurrent", cu.cuCtxPopCurrent())
         if result[0]:
             self._check("cuLaunchKernel", result)
+
+    def _early_config(self, function: Function, grid: int, stream: int) -> Any:
+        """Programmatic dependent launch (CUDA programming guide): no gap between this kernel and the one before."""
+        config = self._cu.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = function.block
+        config.sharedMemBytes, config.hStream = function.smem, stream
+        config.attrs, config.numAttrs = self._early, 1
+        return config
 
     def encode(self, tensor_map: TensorMap, address: int) -> bytes:
         """The 128 bytes of a CUtensorMap.  Out-of-range elements read as zero."""

@@ -372,7 +372,7 @@ def load_matrix(ins: Instr, t: Translator):
         if (rows & 15).any():
             raise ins.fault("a matrix row is not aligned to 16 bytes")
         at = rows[..., None] + 4 * np.arange(4)
-        a = c.cta.shared.load(ins, at.reshape(-1), 4).view("u2").reshape(-1, count, 8, 8)
+        a = c.cta.shared.load(ins, at.reshape(-1), 4, matrix=True).view("u2").reshape(-1, count, 8, 8)
         words = np.ascontiguousarray(a.swapaxes(2, 3) if trans else a).view("u4").reshape(-1, count, 32)
         for k, write in enumerate(writers):
             write(c, words[:, k].reshape(-1), None)

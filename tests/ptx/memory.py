@@ -208,10 +208,14 @@ class SharedMemory:
             raise ins.fault(f"shared address {bad} is outside [{self.base}, {self.limit})")
         return addresses >> SHIFT[width]
 
-    def load(self, ins: Instr, addresses: np.ndarray, width: int) -> np.ndarray:
+    def load(self, ins: Instr, addresses: np.ndarray, width: int, matrix: bool = False) -> np.ndarray:
+        """`matrix`: an operand of products; rows of it that nobody uses may never have been written, and are NaN."""
         index = self._index(ins, addresses, width)
         need = _every_byte(WRITTEN, width)
-        bad = (self.states[width][index] & need) != need
+        if matrix:
+            bad = (self.states[width][index] & _every_byte(LANDING | BARRIER, width)) != 0
+        else:
+            bad = (self.states[width][index] & need) != need
         if bad.any():
             self._refuse_read(ins, int(addresses[np.flatnonzero(bad)[0]]))
         return self.views[width][index]

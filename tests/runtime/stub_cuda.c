@@ -16,7 +16,7 @@ static _Thread_local int mode;
 int stub_version = 13000, stub_major = 9, stub_fail_launch, stub_refuse_zero_stride, stub_capturing_stream = -1;
 int stub_fail_copy, stub_copies, stub_events, stub_waits;
 uintptr_t stub_copy_stream, stub_record_stream;
-int stub_loads, stub_launches, stub_load_mode, stub_param_count, stub_smem_attribute;
+int stub_loads, stub_launches, stub_early_launches, stub_load_mode, stub_param_count, stub_smem_attribute;
 size_t stub_offsets[64], stub_sizes[64];
 struct { uintptr_t function, stream, context; unsigned grid[3], block[3], smem; unsigned char params[4096]; } stub_last;
 struct { int dtype; unsigned rank; uint64_t address, dims[5], strides[4]; uint32_t box[5]; int swizzle, l2, oob; } stub_map;
@@ -108,6 +108,19 @@ int cuLaunchKernel(uintptr_t f, unsigned gx, unsigned gy, unsigned gz, unsigned 
     stub_last.block[0] = bx, stub_last.block[1] = by, stub_last.block[2] = bz;
     for (int i = 0; i < stub_param_count; i++) memcpy(stub_last.params + stub_offsets[i], params[i], stub_sizes[i]);
     return 0;
+}
+struct config { // CUlaunchConfig, CUlaunchAttribute
+    unsigned grid[3], block[3], smem;
+    uintptr_t stream;
+    struct { int id, pad; int value[16]; } *attrs;
+    unsigned attr_count;
+};
+int cuLaunchKernelEx(const struct config *c, uintptr_t f, void **params, void **extra) {
+    if (c->attr_count != 1 || c->attrs->id != 6 || c->attrs->value[0] != 1) return INVALID_VALUE; // early start
+    int failed = cuLaunchKernel(f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->smem,
+                                c->stream, params, extra);
+    stub_early_launches += !failed;
+    return failed;
 }
 int cuTensorMapEncodeTiled(void *map, int dtype, unsigned rank, void *address, const uint64_t *dims,
                            const uint64_t *strides, const uint32_t *box, const uint32_t *steps, int interleave,

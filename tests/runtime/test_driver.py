@@ -95,6 +95,19 @@ CASES = {
             driver.launch(function, 1, 6, ctypes.addressof(array))
         assert e.value.name == "CUDA_ERROR_INVALID_VALUE" and stub.lib.stub_depth() == 1
     """,
+    "a kernel that may start early": """
+        function = driver.load(b"cubin", {**entry, "starts_early": True}, "sm_90a", 1)
+        buffers = [(ctypes.c_byte * p["size"])(n + 1) for n, p in enumerate(entry["params"])]
+        array = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        driver.launch(function, 132, 6, ctypes.addressof(array))
+        assert stub.launches == stub.early_launches == 1
+        assert list(last.grid) == [132, 1, 1] and list(last.block) == [384, 1, 1]
+        assert (last.stream, last.context, last.function, last.smem) == (6, 0x1001, 0x4001, 230400)
+        assert [last.params[p["offset"]] for p in entry["params"]] == list(range(1, len(buffers) + 1))
+        stub.fail_launch = 1
+        with pytest.raises(CudaError, match="cuLaunchKernel: CUDA_ERROR_INVALID_VALUE: said by the stub"):
+            driver.launch(function, 132, 6, ctypes.addressof(array))
+    """,
     "a thread without a context": """
         kernel = Kernel(made, driver)
         stub.lib.stub_make_current(ctypes.c_size_t(0x1000))

@@ -10,8 +10,6 @@ Parts, each replaceable: schedule.py (which tiles, which blocks), kv_source.py (
 (the variant), softmax.py, epilogue.py.  `p` is a codegen.config.KernelConfig, `fn` the generated functor module.
 """
 
-from typing import Any, NamedTuple
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .epilogue import normalise, store_lse, store_tile, totals
-from .functors import Env, Grid, open_tile
+from .functors import Block, Env, Grid, open_tile
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
@@ -74,13 +72,6 @@ def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, bloc
     else:
         stale = soften(p, fn, S, P, state, tile, block.col0, block.masked, first)
     return stale
-
-
-class Block(NamedTuple):
-    """A block of keys: this thread's first column in it, and whether the mask runs."""
-
-    col0: Any
-    masked: Any
 
 
 def block_of(p, tags, slot, item, step, c_in) -> Block:

@@ -80,6 +80,13 @@ class Row(NamedTuple):
     hi: Any
 
 
+class Block(NamedTuple):
+    """A block of keys: this thread's first column in it, and whether the mask runs."""
+
+    col0: Any
+    masked: Any
+
+
 class Tile(NamedTuple):
     """What a thread keeps while it works on one query tile."""
 

@@ -255,6 +255,7 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
 def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
     """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins."""
     cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
+    cute.arch.griddepcontrol_wait()  # the schedule warp has waited already; this makes it true of this warp's copies
     item = peek(Load, items, it)
     live, count = item.live != 0, item.end - item.begin
     walk = walk_of_item(p, items, it, item, lists, sizes)
@@ -313,6 +314,7 @@ def stream_queries(
     live = True
     while live:
         cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
+        cute.arch.griddepcontrol_wait()
         item = peek(Load, items, it)
         live = item.live != 0
         release(item_ring, it, lead)

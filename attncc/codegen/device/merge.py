@@ -29,10 +29,7 @@ def quarter(acc, k: int):
     return cute.make_tensor(acc.iterator + 4 * k, cute.make_layout(4))
 
 
-def exchanged_sums(p) -> int:
-    """Words for the rows' bases and sums.  A thread has its own; where there are tables of frequencies, which would not
-    fit beside these, a quad has."""
-    return 4 * 32 if p.turnings else 4 * 128
+SUMS = 256  # words for the bases and sums of rows: of 64 rows of one warpgroup, or of FEW rows of every warp
 
 
 @cute.jit
@@ -40,37 +37,17 @@ def hand_over(p: cutlass.Constexpr, acc_o, state, exchange, sums, used, t: Int32
     """The second warpgroup's state, through shared memory: the store buffer of both, free once the first one has come
     to this item.  Nobody may write there again before BAR_TAKEN."""
     each = p.stage_vo // 8
-    own = [state.total[i] for i in range(2)]
-    if const_expr(p.turnings):
-        own = [quad(plus, x) for x in own]
+    own = [quad(plus, state.total[i]) for i in range(2)]
     for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
         cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
         if used:
             if const_expr(r == 0):
-                put_sums(p, state, own, sums, t)
+                if t % 4 == 0:
+                    mine = pack4(state.top[0], state.top[1], own[0], own[1]).load()
+                    cute.make_tensor(sums + t, cute.make_layout(4)).store(mine)
             for k in cutlass.range_constexpr(each):
                 cute.autovec_copy(quarter(acc_o, r * each + k), exchange_slice(exchange, k, t))
         cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
-
-
-@cute.jit
-def put_sums(p: cutlass.Constexpr, state, totals, sums, t: Int32):
-    mine = pack4(state.top[0], state.top[1], totals[0], totals[1]).load()
-    if const_expr(not p.turnings):
-        cute.make_tensor(sums + t * 4, cute.make_layout(4)).store(mine)
-    else:
-        if t % 4 == 0:
-            cute.make_tensor(sums + t, cute.make_layout(4)).store(mine)
-
-
-@cute.jit
-def take_sums(p: cutlass.Constexpr, sums, other, t: Int32):
-    if const_expr(not p.turnings):
-        cute.autovec_copy(cute.make_tensor(sums + t * 4, cute.make_layout(4)), other)
-    else:
-        cute.autovec_copy(cute.make_tensor(sums + t // 4 * 4, cute.make_layout(4)), other)
-        for i in cutlass.range_constexpr(2):  # the lanes of a quad are added up later
-            other[2 + i] = cutlass.select_(t % 4 == 0, other[2 + i], Float32(0.0))
 
 
 def pack4(*values):
@@ -92,7 +69,9 @@ def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: I
         cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
         if used:
             if const_expr(r == 0 and p.scan == "softmax"):
-                take_sums(p, sums, other, t)
+                cute.autovec_copy(cute.make_tensor(sums + t // 4 * 4, cute.make_layout(4)), other)
+                first = t % 4 == 0  # the lanes of a quad are added up later
+                other[2], other[3] = (cutlass.select_(first, other[k], Float32(0.0)) for k in (2, 3))
                 for i in cutlass.range_constexpr(2):
                     scale = tile.rows[i].unit if p.unit_positive else Float32(1.0)
                     new = cute.arch.fmax(state.top[i], other[i])

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
-from .functors import Env, Tile, open_row, unit_of
+from .functors import Block, Env, Tile, open_row, unit_of
 from .ring import warp_uniform
 
 RECORD_WORDS, TARGET_WORDS, SOURCES = 16, 8, 4  # ... and which word of a target counts its pieces
@@ -31,6 +31,7 @@ ADDED = (
 )  # fmt: skip
 WORDS = {name: n for n, name in enumerate(RECORD + ADDED)}
 ITEM_WORDS, ITEM_STAGES = 32, 4
+FEW = 16  # rows that mma.sync takes (few.py)
 
 
 class Lists(NamedTuple):
@@ -192,3 +193,14 @@ def open_packed(p, fn, owner, g, row0, rows, row, offset, table, keys, i0, lists
         hd = fn.head(env)
         opened = (*opened, open_row(p, fn, env, hd, unit_of(p, fn, hd), iq, stop))
     return Tile(opened, i0, stop)
+
+
+def block_of(p, tags, slot, item, n, c_in) -> Block:
+    """Block n of an item; where the mask has holes, the one that the slot's tag says."""
+    if p.counted:
+        # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
+        masked = cutlass.Uint32(n - item.clear_begin) >= cutlass.Uint32(item.clear_count)
+    else:
+        tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
+        n, masked = tag >> 1, (tag & 1) != 0
+    return Block(item.offset + n * p.tile_kv + c_in, masked)

@@ -1,5 +1,7 @@
 """Rings of shared-memory slots between producer and consumer warps, on full/empty mbarriers."""
 
+from math import log2
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
@@ -21,6 +23,19 @@ def open_ring(ring: Ring, readers: int, writers: int = 1) -> None:
     for i in range(ring.stages):
         cute.arch.mbarrier_init(ring.full + i, writers)
         cute.arch.mbarrier_init(ring.empty + i, readers)
+
+
+def ring_place(stages: int, at):
+    """(slot, phase) of the block that is the `at`-th of this CTA; as many stages as a power of two."""
+    shift = int(log2(stages))
+    return at & (stages - 1), (at >> shift) & 1
+
+
+@cute.jit
+def wait_block(ring: cutlass.Constexpr, at: Int32):
+    slot, phase = ring_place(ring.stages, at)
+    cute.arch.mbarrier_wait(ring.full + slot, phase)
+    return slot
 
 
 def advance(stages: int, slot, phase):

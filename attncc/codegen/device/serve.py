@@ -8,8 +8,6 @@ few rows cost no more time than their keys take to arrive; else each has its own
 The arithmetic is that of forward.py; unlike there, an item ends before the next one begins.
 """
 
-from math import log2 as exact_log2
-
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -19,7 +17,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .epilogue import normalise, store_packed_lse, store_rows, totals
-from .forward import Block, issue_scores, issue_values, weights
+from .few import attend_few, meet
+from .forward import issue_scores, issue_values, weights
+from .functors import Block
 from .gather import place
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
@@ -27,8 +27,8 @@ from .merge import (
     BAR_FREE,
     BAR_STORED,
     BAR_TAKEN,
+    SUMS,
     arrive,
-    exchanged_sums,
     few_rows,
     hand_over,
     merge_few,
@@ -36,8 +36,21 @@ from .merge import (
     receive,
     store_partial,
 )
-from .packed import ITEM_STAGES, ITEM_WORDS, TARGET_WORDS, Lists, Owner, Sizes, Work, launch_env, open_packed, peek
-from .ring import is_lead, open_ring, release, release_for, rings_of, warp_uniform
+from .packed import (
+    FEW,
+    ITEM_STAGES,
+    ITEM_WORDS,
+    TARGET_WORDS,
+    Lists,
+    Owner,
+    Sizes,
+    Work,
+    block_of,
+    launch_env,
+    open_packed,
+    peek,
+)  # fmt: skip
+from .ring import is_lead, open_ring, release, release_for, ring_place, rings_of, wait_block, warp_uniform
 from .rope import allocate_turnings, fill_turnings
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
@@ -45,30 +58,6 @@ from .vectors import finish_rows
 
 NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup
-
-
-def ring_place(stages: int, at):
-    """(slot, phase) of the block that is the `at`-th of this CTA."""
-    shift = int(exact_log2(stages))
-    return at & (stages - 1), (at >> shift) & 1
-
-
-@cute.jit
-def wait_block(ring: cutlass.Constexpr, at: Int32):
-    slot, phase = ring_place(ring.stages, at)
-    cute.arch.mbarrier_wait(ring.full + slot, phase)
-    return slot
-
-
-def block_of(p, tags, slot, item, n, c_in) -> Block:
-    """Block n of an item; where the mask has holes, the one that the slot's tag says."""
-    if p.counted:
-        # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
-        masked = cutlass.Uint32(n - item.clear_begin) >= cutlass.Uint32(item.clear_count)
-    else:
-        tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
-        n, masked = tag >> 1, (tag & 1) != 0
-    return Block(item.offset + n * p.tile_kv + c_in, masked)
 
 
 @cute.jit
@@ -217,6 +206,18 @@ def open_item(p, fn, item, row, lists, sizes):
     )
 
 
+def row_of(item, few, t, w):
+    """The first of this thread's two rows in an item's tile."""
+    row = (t % 32) // 4
+    return cutlass.select_(few, row, 64 * w * (1 - item.split) + (t // 32) * 16 + row)
+
+
+def side_of(item, start):
+    """Which warpgroup has which slots of the rings, for an item whose first block is the CTA's `start`-th: 0: both have
+    all; 1, 2: every other one; 4: both have all, and the first one alone concludes."""
+    return cutlass.select_(item.rows <= FEW, Int32(4), item.split * (1 + (start & 1)))
+
+
 def own_place():
     """(thread of its warpgroup, consumer warpgroup), read afresh from the hardware."""
     t = Int32(llvm.inline_asm(Int32.mlir_type, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))
@@ -257,18 +258,19 @@ def consume(
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
     fill_turnings(p, fn, turnings, launch_env(sizes), t, w)
 
+    cute.arch.griddepcontrol_wait()
     turn, start = Int32(0), Int32(0)  # items and blocks so far
-    owed = Int32(0)  # the second warpgroup has handed over, and not yet seen that it was read: 1, 2 by side of the ring
+    owed = Int32(0)  # the second warpgroup has handed over, and not yet seen that it was read: the item's side
     item = next_item(item_ring, items, turn)
     live = item.live != 0
     while live:
-        split = item.split != 0
-        tile = open_item(p, fn, item, cutlass.select_(split, Int32(0), 64 * w) + r_in, lists, sizes)
-        if item.split > w:
+        few = item.rows <= FEW
+        tile = open_item(p, fn, item, row_of(item, few, t, w), lists, sizes)
+        if item.split > w + Int32(few):
             cute.arch.barrier_arrive(barrier_id=BAR_FREE, number_of_threads=256)
         # A barrier tells phases apart by parity alone: before it waits for a slot that the other warpgroup used, this
         # one must know that its use is over.  (The first knows when it has received.)
-        side = item.split * (1 + (start & 1))
+        side = side_of(item, start)
         if owed * (owed ^ side) != 0:  # one comparison, for the sake of ptxas
             cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
             owed = Int32(0)
@@ -280,29 +282,40 @@ def consume(
         cute.arch.fence_view_async_shared()
         count = item.end - item.begin
         if count > 0:
-            number = item.split * w
-            attend(
-                p, fn, frags, state, tile, item, tags, k_ring, v_ring, q_slot, start + number, number, lead, zero, t, w
-            )
+            if few:
+                q_base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
+                attend_few(
+                    p, fn, acc_o, O, state, tile, item, tags, k_ring, v_ring, q_base, sK.iterator.toint(),
+                    sV.iterator.toint(), start, lead, warp_uniform(4 * w + t // 32),
+                )  # fmt: skip
+            else:
+                number = item.split * w
+                attend(
+                    p, fn, frags, state, tile, item, tags, k_ring, v_ring, q_slot, start + number, number, lead, zero,
+                    t, w,
+                )  # fmt: skip
         release(q_ring, q_slot, lead)
         # read and opened again: these are not kept in registers through the loop
         t, w = own_place()
         r_in = (t // 32) * 16 + (t % 32) // 4
         item = peek(Work, items, turn & (ITEM_STAGES - 1))
-        split = item.split != 0
-        local = cutlass.select_(split, Int32(0), 64 * w)
-        tile = open_item(p, fn, item, local + r_in, lists, sizes)
+        few = item.rows <= FEW
+        tile = open_item(p, fn, item, row_of(item, few, t, w), lists, sizes)
         used = r_in < item.rows
         if owed != 0:
             cute.arch.barrier(barrier_id=BAR_TAKEN, number_of_threads=256)
-        owed = item.split * w * (1 + (start & 1))
+        owed = w * side_of(item, start)
         start = start + (item.end - item.begin)
-        if split:
+        if few:
+            stage = sO.iterator.toint()
+            meet(p, O, state, tile, stage, sums.toint(), item.rows, warp_uniform(4 * w + t // 32), t, w)
+        elif item.split != 0:
             if w == 1:
                 hand_over(p, acc_o, state, exchange, sums, used, t)
             else:
                 receive(p, acc_o, state, tile, exchange, sums, used, t)
         if owed == 0:
+            local = 64 * w * (1 - item.split)
             conclude(p, fn, turnings, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
         release(item_ring, turn & (ITEM_STAGES - 1), lead)
         turn = turn + 1
@@ -330,7 +343,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     wanted = smem.allocate_array(Int64, 1)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     sQ, sK, sV, sO = allocate_tiles(p, smem)
-    sums = smem.allocate_array(cutlass.Float32, exchanged_sums(p))
+    sums = smem.allocate_array(cutlass.Float32, SUMS)
     turnings = allocate_turnings(p, smem)
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups, writers(p))
@@ -341,6 +354,8 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
+    # the next kernel may take this CTA's place when it ends: it waits by itself for what all of them write
+    cute.arch.griddepcontrol_launch_dependents()
     rings = q_ring, k_ring, v_ring, item_ring
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
-from .packed import ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, row_env
+from .packed import FEW, ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, row_env
 from .ring import advance
 from .schedule import Walk, count_blocks
 
@@ -102,7 +102,7 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
         else:
             env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
             end = count_blocks(p, fn, Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together))
-    split = Int32((rows <= 64) & (end - begin >= 2))
+    split = Int32((rows <= FEW) | ((rows <= 64) & (end - begin >= 2)))
     return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
 
 
@@ -132,6 +132,8 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         if lane < RECORD_WORDS:
             at[lane] = kept_word(lists.items, record * RECORD_WORDS + lane, live)
         cute.arch.sync_warp()
+        # no kernel writes a plan, so that was read early; anything else the kernel before may still be writing
+        cute.arch.griddepcontrol_wait()
         if live:
             g = at[WORDS["head"]] + (ticket - record * heads)
             added = added_words(p, fn, at, g, lists, sizes)

@@ -1,0 +1,231 @@
+"""Tiles of few rows: products by mma.sync, every warp with sixteen keys of each block.
+
+A warpgroup's product has 64 rows.  Where a tile has at most FEW, as in decoding, most of it would be padding, and
+what counts is how long a block takes from its arrival to the release of its slot, and an item from its last block to
+its result.  So all eight consumer warps take every block together: a warp multiplies the rows by its sixteen keys,
+keeps a softmax state of its own, and at the end of the item the states meet in the first warp.  Rows, columns and
+accumulators of a thread are those of a warpgroup's first warp: the variant's functors see no difference.
+"""
+
+from dataclasses import replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from .epilogue import BAR_STORE, plus
+from .forward import weights
+from .functors import Block
+from .gather import place
+from .layout import by_row, panel_width, quad
+from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
+from .packed import FEW, block_of
+from .ring import release, wait_block
+from .softmax import chains, rescale
+
+KEYS = 16  # of a block, a warp
+WARPS = 8
+
+
+def load_matrices(address, transposed: bool = False):
+    """Four 8 x 8 matrices of 16 bits, whose rows lie where lanes 8 k … 8 k + 7 say: a word of each a lane."""
+    form = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "") + ".shared.b16"
+    return cute.arch.inline_ptx(
+        form + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
+    )
+
+
+def multiply(p, acc, at: int, a, b) -> None:
+    """acc[at … at + 3] += a (16 x 16) · b (16 x 8), spread over the lanes of a warp."""
+    kind = p.dtype
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+    text += "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
+    text += "{{$r6}, {$r7}, {$r8}, {$r9}};"
+    held = [acc[at + k] for k in range(4)]
+    made = cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *held])
+    for k in range(4):
+        acc[at + k] = made[k]
+
+
+class Sixteen:
+    """Where a lane's rows of 16 x 16 parts of a swizzled tile lie, for `load_matrices`: rows 16 `group` on, features
+    16 k on.  The matrices follow each other down the rows first, or along the features."""
+
+    def __init__(self, base, group, rows: int, tile: int, rows_first: bool):
+        lane = cute.arch.lane_idx()
+        down, along = ((lane // 8) % 2, lane // 16) if rows_first else (lane // 16, (lane // 8) % 2)
+        row = group * 16 + down * 8 + lane % 8
+        self.width = panel_width(tile)
+        self.line = base + row * (self.width * 2)
+        self.turn = along ^ (row & 7 if self.width == 64 else (row >> 1) & 3)  # of the swizzle, in chunks
+        self.panel = rows * self.width * 2
+
+    def __call__(self, k: int):
+        each = self.width // 8
+        return self.line + ((2 * k % each) ^ self.turn) * 16 + (2 * k // each) * self.panel
+
+
+@cute.jit
+def clear_own_tail(p: cutlass.Constexpr, base: Int32, group: Int32, left: Int32):
+    """Zero this warp's rows of V from `left` on: their weights are 0, but they may hold anything, NaN too."""
+    chunks = p.tile_vo // 8
+    for k in cutlass.range(KEYS * chunks // 32, unroll=1):
+        at = k * 32 + cute.arch.lane_idx()
+        row = group * KEYS + at // chunks
+        if row >= left:
+            cute.arch.inline_ptx(
+                "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};",
+                read_only_args=[base + place(row, at % chunks, p.tile_kv, p.tile_vo), Int32(0)],
+            )
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+
+
+def scores_of_sixteen(p, S, queries, keys: Sixteen) -> None:
+    """S = Q Kᵀ of this warp's keys, in two sums a column that do not wait for one another."""
+    parts = [[Float32(0.0)] * 8 for _ in range(2)]
+    for k in range(p.tile_qk // 16):
+        b = load_matrices(keys(k))
+        a = [queries[4 * k + n] for n in range(4)]
+        multiply(p, parts[k % 2], 0, a, b[:2])
+        multiply(p, parts[k % 2], 4, a, b[2:])
+    for n in range(8):
+        S[n] = parts[0][n] + parts[1][n]
+
+
+def add_values(p, acc_o, P, values: Sixteen) -> None:
+    """O += P V of this warp's keys."""
+    a = [P[n] for n in range(4)]
+    for k in range(p.tile_vo // 16):
+        b = load_matrices(values(k), transposed=True)
+        multiply(p, acc_o, 8 * k, a, b[:2])
+        multiply(p, acc_o, 8 * k + 4, a, b[2:])
+
+
+@cute.jit
+def attend_few(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, acc_o, O, state, tile, item, tags, k_ring: cutlass.Constexpr,
+    v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32, lead, group: Int32,
+):  # fmt: skip
+    """This warp's keys of all blocks of an item, whose first is the CTA's `start`-th."""
+    mine = const_expr(replace(p, tile_kv=KEYS))
+    c_in = (cute.arch.lane_idx() % 4) * 2
+    acc_s = cute.make_rmem_tensor((8,), Float32)
+    S = by_row(acc_s, KEYS)
+    P = cute.make_rmem_tensor((4,), Int32)
+    queries = cute.make_rmem_tensor((p.tile_qk // 4,), Int32)
+    rows = Sixteen(q_base, 0, 64, p.tile_qk, True)
+    for k in cutlass.range_constexpr(p.tile_qk // 16):
+        for n, x in enumerate(load_matrices(rows(k))):
+            queries[4 * k + n] = x
+    at, n = start, item.end - 1
+    for _ in cutlass.range(item.end - item.begin, unroll=1):
+        ks = wait_block(k_ring, at)
+        block = block_of(p, tags, ks, item, n, c_in)
+        left = item.offset + item.keys - (block.col0 - c_in)
+        if group < p.tile_kv // KEYS:
+            keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
+            scores_of_sixteen(p, acc_s, queries, keys)
+        cute.arch.sync_warp()
+        release(k_ring, ks, lead)
+        stale = Boolean(False)
+        if group < p.tile_kv // KEYS:
+            stale = weights(mine, fn, S, P, state, tile, Block(block.col0 + KEYS * group, block.masked), False)
+        vs = wait_block(v_ring, at)
+        if group < p.tile_kv // KEYS:
+            here = v_base + vs * (p.tile_kv * p.tile_vo * 2)
+            if const_expr(p.chunk):
+                if left < p.tile_kv:
+                    clear_own_tail(p, here, group, left)
+            if stale:
+                rescale(O, p.tile_vo, state.grow)
+            add_values(p, acc_o, P, Sixteen(here, group, p.tile_kv, p.tile_vo, True))
+        cute.arch.sync_warp()
+        release(v_ring, vs, lead)
+        at, n = at + 1, n - 1
+
+
+@cute.jit
+def weigh_states(p: cutlass.Constexpr, state, tile, sums: Int32, group: Int32, row: Int32):
+    """The factors of this warp's O, where all warps' states have a base in common; the state becomes that of all."""
+    factors = cute.make_rmem_tensor((2,), Float32)
+    factors.fill(1.0)
+    if const_expr(p.scan == "softmax"):
+        first = cute.arch.lane_idx() % 4 == 0
+        for i in cutlass.range_constexpr(2):
+            total = quad(plus, state.total[i])
+            if first:
+                cute.arch.inline_ptx(
+                    "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};",
+                    read_only_args=[sums + (group * FEW + row + 8 * i) * 8, state.top[i], total],
+                )
+    # nobody reads the store buffer any more, and every state has been written
+    cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+    if const_expr(p.scan == "softmax"):
+        load = "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
+        for i in cutlass.range_constexpr(2):
+            found = [
+                cute.arch.inline_ptx(
+                    load, write_only_types=[Float32] * 2, read_only_args=[sums + (k * FEW + row + 8 * i) * 8]
+                )
+                for k in range(WARPS)
+            ]
+            new = chains(cute.arch.fmax, [top for top, _ in found], 2)
+            scale = tile.rows[i].unit if p.unit_positive else Float32(1.0)
+            parts = [total * cute.math.exp2((top - new) * scale, fastmath=True) for top, total in found]
+            factors[i] = cute.math.exp2((state.top[i] - new) * scale, fastmath=True)
+            state.top[i] = new
+            state.total[i] = cutlass.select_(first, chains(plus, parts, 2), Float32(0.0))  # a quad adds its lanes up
+    return factors
+
+
+@cute.jit
+def meet(
+    p: cutlass.Constexpr, O, state, tile, stage: Int32, sums: Int32, rows: Int32, group: Int32, t: Int32, w: Int32
+):
+    """All warps' states become one, in the first warp.  `stage`: the store buffer of both warpgroups, which nobody may
+    write before BAR_TAKEN; it holds eight rows of stage_vo features of every warp."""
+    lane = cute.arch.lane_idx()
+    row, c_in = lane // 4, (lane % 4) * 2
+    factors = weigh_states(p, state, tile, sums, group, row)
+    blocks = p.stage_vo // 8  # of eight rows by eight features, one after another
+    for i in cutlass.range_constexpr(2):
+        for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+            if rows > 8 * i:
+                if const_expr(i + r > 0):
+                    cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+                for n in cutlass.range_constexpr(blocks):
+                    here = stage + ((group * blocks + n) * 64 + row * 8 + c_in) * 4
+                    x, y = (O[i, c, r * blocks + n] * factors[i] for c in range(2))
+                    cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[here, x, y])
+                if w == 1:
+                    cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
+                else:
+                    cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
+                    add_up(p, stage, blocks, t)
+                    cute.arch.barrier(barrier_id=BAR_STORE, number_of_threads=128)
+                    if t < 32:
+                        for n in cutlass.range_constexpr(blocks):
+                            x, y = cute.arch.inline_ptx(
+                                "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+                                write_only_types=[Float32] * 2,
+                                read_only_args=[stage + (n * 64 + row * 8 + c_in) * 4],
+                            )
+                            O[i, 0, r * blocks + n], O[i, 1, r * blocks + n] = x, y
+    if w == 0:
+        cute.arch.barrier_arrive(barrier_id=BAR_TAKEN, number_of_threads=256)
+
+
+@cute.jit
+def add_up(p: cutlass.Constexpr, stage: Int32, blocks: cutlass.Constexpr, t: Int32):
+    """The first warp's part of the store buffer becomes the sum of all."""
+    for k in cutlass.range_constexpr(-(-blocks * 16 // 128)):
+        if k * 128 + t < blocks * 16:
+            at = stage + (k * 128 + t) * 16
+            load = "ld.shared.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+            found = [
+                cute.arch.inline_ptx(load, write_only_types=[Float32] * 4, read_only_args=[at + n * (blocks * 256)])
+                for n in range(WARPS)
+            ]
+            total = [chains(plus, list(x), 2) for x in zip(*found, strict=True)]
+            cute.arch.inline_ptx("st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[at, *total])

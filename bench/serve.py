@@ -29,7 +29,7 @@ from attncc.random_inputs import Inputs
 CAUSAL = Path(__file__).resolve().parents[1] / "examples" / "causal.attn"
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 BYTES = KV_HEADS * HEAD_DIM * 2 * 2  # of K and V, a position
-RUNS = 16  # in a graph; 4 where one takes long
+RUNS = 64  # in a graph, as of a model with so many layers; 4 where one takes long
 ROTATE = 1.5e9  # bytes of caches below which eight are rotated, above two: the L2 has 50 MB
 
 

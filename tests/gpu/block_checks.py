@@ -9,9 +9,10 @@ import numpy as np
 import serve_checks
 import torch
 from serve_cases import Served
-from serve_checks import Batch
+from serve_checks import Batch, compile_served
 from torch import Tensor
 
+import attncc
 from attncc.ir.nodes import BOOL, Leaf, Load, TensorParam, make
 from attncc.ir.reference import Reference
 from attncc.random_inputs import FLOATS
@@ -46,6 +47,23 @@ def make_batch(served: Served, lengths: tuple[int, int], heads: tuple[int, int],
     assert served.blocks
     ragged = serve_checks.make_batch(replace(served, page_size=None, blocks=False), [lengths], heads, seed)
     return replace(ragged, served=served)
+
+
+def attention(batch: Batch, **options: Any) -> Any:
+    """An object with pages of its own, large enough for any blocks of the batch; its kernel for blocks is another."""
+    own = compile_served(Served(batch.served.case))
+    most = {"max_batch_size": 1 + len(batch.q), "max_qo_rows": len(batch.q), "page_size": 16}
+    return attncc.BatchAttention(own, num_qo_heads=batch.heads[0], num_kv_heads=batch.heads[1], **{**most, **options})
+
+
+def blocks_for(batch: Batch, block_rows: int, seed: int) -> Columns:
+    (qo_len, kv_len), size = batch.lengths[0], batch.served.page_size or 1
+    return some_blocks(-(-qo_len // block_rows), -(-kv_len // size), np.random.default_rng(seed))
+
+
+def sizes(batch: Batch, block_rows: int) -> dict[str, int]:
+    (qo_len, kv_len), size = batch.lengths[0], batch.served.page_size or 1
+    return {"block_rows": block_rows, "block_cols": size, "qo_len": qo_len, "kv_len": kv_len}
 
 
 def reference(batch: Batch, there: Tensor) -> tuple[Tensor, Tensor | None]:

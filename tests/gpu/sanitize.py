@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 
+import block_checks
 import cases
 import serve_cases
 import serve_checks
@@ -18,7 +19,8 @@ import torch
 from checks import compile_case, inputs_for, poisoned
 
 SHAPES = [(1, 129, 300, 2, 1), (2, 70, 33, 3, 1)]
-SERVED = [[(1, 1), (1, 700), (0, 9), (3, 40)], [(150, 300), (1, 17), (2, 0), (5, 5)]]  # (qo_len, kv_len) of requests
+# (qo_len, kv_len) of requests; kernels of listed blocks take the first one alone
+SERVED = [[(1, 700), (1, 1), (0, 9), (3, 40)], [(150, 300), (1, 17), (2, 0), (5, 5)]]
 
 
 def main() -> None:
@@ -35,9 +37,16 @@ def main() -> None:
         torch.cuda.synchronize()
     for served in serve_cases.all_served():
         for lengths in SERVED:
-            batch = serve_checks.make_batch(served, lengths, (6, 2), 1)
-            attn = serve_checks.attention(batch)
-            attn.plan(*batch.table)
+            if served.blocks:
+                batch = block_checks.make_batch(served, lengths[0], (6, 2), 1)
+                attn = block_checks.attention(batch)
+                attn.plan_block_sparse(
+                    *block_checks.lists(block_checks.blocks_for(batch, 3, 1)), **block_checks.sizes(batch, 3)
+                )
+            else:
+                batch = serve_checks.make_batch(served, lengths, (6, 2), 1)
+                attn = serve_checks.attention(batch)
+                attn.plan(*batch.table)
             serve_checks.run(attn, batch)
         torch.cuda.synchronize()
     print(f"{len(todo)} + {len(serve_cases.all_served())} kernels, {len(SHAPES)} shapes each", file=sys.stderr)

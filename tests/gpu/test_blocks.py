@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import serve_cases
 import torch
-from block_checks import Columns, cells, lists, make_batch, reference, some_blocks
+from block_checks import Columns, attention, blocks_for, cells, lists, make_batch, reference, sizes
 from serve_cases import Served
-from serve_checks import Batch, check, compile_served, run, same
-
-import attncc
+from serve_checks import Batch, check, run, same
 
 QO_LEN, KV_LEN = 407, 999
 CAUSAL = Served(serve_cases.CAUSAL, 16, blocks=True)
-
-
-def attention(batch: Batch, **options: Any) -> Any:
-    """An object with pages of its own, large enough for any blocks of the batch; its kernel for blocks is another."""
-    own = compile_served(Served(batch.served.case))
-    most = {"max_batch_size": 1 + len(batch.q), "max_qo_rows": len(batch.q), "page_size": 16}
-    return attncc.BatchAttention(own, num_qo_heads=batch.heads[0], num_kv_heads=batch.heads[1], **{**most, **options})
-
-
-def blocks_for(batch: Batch, block_rows: int, seed: int) -> Columns:
-    (qo_len, kv_len), size = batch.lengths[0], batch.served.page_size or 1
-    return some_blocks(-(-qo_len // block_rows), -(-kv_len // size), np.random.default_rng(seed))
-
-
-def sizes(batch: Batch, block_rows: int) -> dict[str, int]:
-    (qo_len, kv_len), size = batch.lengths[0], batch.served.page_size or 1
-    return {"block_rows": block_rows, "block_cols": size, "qo_len": qo_len, "kv_len": kv_len}
 
 
 def there(batch: Batch, sees: Columns, block_rows: int) -> torch.Tensor:

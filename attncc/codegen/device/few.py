@@ -25,6 +25,7 @@ from .softmax import chains, rescale
 
 KEYS = 16  # of a block, a warp
 WARPS = 8
+HELD = 128  # features of queries, at most, that stay in registers
 
 
 def load_matrices(address, transposed: bool = False):
@@ -81,12 +82,25 @@ def clear_own_tail(p: cutlass.Constexpr, base: Int32, group: Int32, left: Int32)
     cute.arch.sync_warp()
 
 
+class Queries:
+    """The rows as operands, features 16 k on: from registers where these hold them all, else from shared memory."""
+
+    def __init__(self, p, base):
+        self.rows = Sixteen(base, 0, 64, p.tile_qk, True)
+        self.held = None
+        if p.tile_qk <= HELD:
+            self.held = [load_matrices(self.rows(k)) for k in range(p.tile_qk // 16)]
+
+    def __call__(self, k: int):
+        return load_matrices(self.rows(k)) if self.held is None else self.held[k]
+
+
 def scores_of_sixteen(p, S, queries, keys: Sixteen) -> None:
     """S = Q Kᵀ of this warp's keys, in two sums a column that do not wait for one another."""
     parts = [[Float32(0.0)] * 8 for _ in range(2)]
     for k in range(p.tile_qk // 16):
         b = load_matrices(keys(k))
-        a = [queries[4 * k + n] for n in range(4)]
+        a = queries(k)
         multiply(p, parts[k % 2], 0, a, b[:2])
         multiply(p, parts[k % 2], 4, a, b[2:])
     for n in range(8):
@@ -113,11 +127,7 @@ def attend_few(
     acc_s = cute.make_rmem_tensor((8,), Float32)
     S = by_row(acc_s, KEYS)
     P = cute.make_rmem_tensor((4,), Int32)
-    queries = cute.make_rmem_tensor((p.tile_qk // 4,), Int32)
-    rows = Sixteen(q_base, 0, 64, p.tile_qk, True)
-    for k in cutlass.range_constexpr(p.tile_qk // 16):
-        for n, x in enumerate(load_matrices(rows(k))):
-            queries[4 * k + n] = x
+    queries = Queries(p, q_base)
     at, n = start, item.end - 1
     for _ in cutlass.range(item.end - item.begin, unroll=1):
         ks = wait_block(k_ring, at)

@@ -1,8 +1,8 @@
 """Rows of global memory, wherever they lie, into a swizzled tile of shared memory: cp.async, 16 bytes a lane.
 
-A warp's lanes know where rows lie, 32 at a time; four lanes then copy 64 bytes of a row, with its place by shuffle.
-Eight rows so take one shuffle and one address register a lane: it is registers held until a copy is on its way that
-cost time.  These are writes of the generic proxy: who multiplies the tile must fence first.
+A warp's lanes know where rows lie, 32 at a time; as many lanes as a panel's row has chunks, eight or four, then copy 128
+or 64 bytes of a row, with its place by shuffle, so that a line of memory is asked for at once.  These are writes of the
+generic proxy: who multiplies the tile must fence first.
 """
 
 import cutlass
@@ -41,31 +41,31 @@ def copy_rows(
     """This warp's share of rows 0 … rows - 1, of `width` features (16 bits), to a tile of `tile` features at shared
     address `target`.  `units[k]`: where row own_row(k, …) lies after the address `source`, in 16 bytes, unsigned; rows
     from `valid` on and features from `width` on become zeros, unread."""
-    row, part = cute.arch.lane_idx() // 4, cute.arch.lane_idx() % 4
+    each = panel_width(tile) // 8  # lanes a row, with 16 bytes each
+    row, part = cute.arch.lane_idx() // each, cute.arch.lane_idx() % each
     here = source + Int64(part) * 16
     pitch = 8 * panel_width(tile) * 2
-    places = [target + who * pitch + place(row, 4 * j + part, rows, tile) for j in range(2)]
+    lots = range(each // 4)  # of 32 / each rows, which make eight: after these the swizzle repeats
+    places = [target + who * pitch + place(32 // each * n + row, part, rows, tile) for n in lots]
     for m in cutlass.range_constexpr(-(-rows // (8 * team))):
-        # eight rows at a time, after which the swizzle repeats; 64 bytes of each a copy
         first = (who + m * team) * 8
         if first < rows:
-            at = cutlass.Uint32(cute.arch.shuffle_sync(units[m // 4], 8 * (m % 4) + row))
-            line = here + Int64(at) * 16
-            exists = first + row < valid
-            for j in cutlass.range_constexpr(tile // 32):
-                inside = exists
-                if const_expr(32 * j + 32 > width):
-                    inside = exists & (32 * j + 8 * part < width)
-                to = places[j % 2] + (j // 2) * place_step(rows, tile) + m * team * pitch
-                cute.arch.inline_ptx(
-                    "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
-                    read_only_args=[to, line + 64 * j, cutlass.select_(inside, Int32(16), Int32(0))],
-                )
-
-
-def place_step(rows: int, tile: int) -> int:
-    """Bytes from a chunk to the one eight further in its row."""
-    return rows * panel_width(tile) * 2 * (1 if panel_width(tile) == 64 else 2)
+            for n in cutlass.range_constexpr(each // 4):
+                mine = 32 // each * n + row
+                at = cutlass.Uint32(cute.arch.shuffle_sync(units[m // 4], 8 * (m % 4) + mine))
+                line = here + Int64(at) * 16
+                exists = first + mine < valid
+                for j in cutlass.range_constexpr(tile // panel_width(tile)):
+                    inside = exists
+                    if const_expr((j + 1) * panel_width(tile) > width):
+                        inside = exists & (j * panel_width(tile) + 8 * part < width)
+                    to = places[n] + j * (rows * panel_width(tile) * 2) + m * team * pitch
+                    cute.arch.inline_ptx(
+                        "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, {$r2};",
+                        read_only_args=[
+                            to, line + j * (panel_width(tile) * 2), cutlass.select_(inside, Int32(16), Int32(0))
+                        ],
+                    )  # fmt: skip
 
 
 def announce(barrier) -> None:

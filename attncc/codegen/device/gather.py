@@ -1,8 +1,8 @@
 """Rows of global memory, wherever they lie, into a swizzled tile of shared memory: cp.async, 16 bytes a lane.
 
-A warp's lanes know where rows lie, 32 at a time; as many lanes as a panel's row has chunks, eight or four, then copy 128
-or 64 bytes of a row, with its place by shuffle, so that a line of memory is asked for at once.  These are writes of the
-generic proxy: who multiplies the tile must fence first.
+A warp's lanes know where rows lie, 32 at a time; as many lanes as a panel's row has chunks, eight or four, then copy
+128 or 64 bytes of a row, with its place by shuffle, so that a line of memory is asked for at once.  These are writes of
+the generic proxy: who multiplies the tile must fence first.
 """
 
 import cutlass

@@ -149,10 +149,19 @@ def specialized(variant: Variant, options: Options) -> Variant:
         raise AttnError([Diagnostic(e.reason, variant.source, e.node.span, hint)]) from None
 
 
+def for_kernels(variant: Variant) -> Variant:
+    """A specialized variant with slots that kernels don't have in terms of those that they have."""
+    from attncc.ir.fold_vectors import fold_vectors
+    from attncc.ir.rewrite import simplify
+
+    return simplify(fold_vectors(variant))
+
+
 def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig]:
     """The functor module of a specialized variant and the kernel it goes into.  AttnError where kernels can't."""
     from attncc.codegen import config, emit
 
+    variant = for_kernels(variant)
     refuse(variant, options)
     chosen = config.choose(
         variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype,

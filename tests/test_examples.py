@@ -31,7 +31,7 @@ def name_of(x: Any) -> str:
 
 
 def buildable(variant: Variant) -> bool:
-    return not refused(variant, "dense")
+    return not refused(compiler.for_kernels(variant), "dense")
 
 
 def test_there_is_much_to_learn_from() -> None:

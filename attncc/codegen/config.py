@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import gcd
 
 from attncc.ir.decompose import Logits, decompose, sign
+from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, make, walk
 from attncc.ir.ranges import TileRanges, tile_ranges
 from attncc.ir.rewrite import simplify_expr
@@ -19,6 +21,9 @@ NARROWER = (96, 64, 32)  # keys a block, for functors that spill
 SWIZZLE_ROWS = 8  # a swizzled tile repeats after so many rows: TMA may fill it in multiples of them
 RING_BYTES = 128 << 10
 PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
+BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
+ROW_LEAVES = frozenset(("i", "iq"))
+ONE = Const(1.0, F32)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,9 @@ class KernelConfig:
     f_q: bool
     epilogue: bool
     turnings: tuple[tuple[str, int], ...]  # scaling and turned features of each table of frequencies (vectors.py)
+    key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
+    weight_factor: bool  # a key has a factor of its weight
+    factors_by_row: bool  # ... and these differ between the rows of a packed tile
     # where keys and queries lie
     layout: str = "dense"
     page_unit: int = 0  # paged, blocks: the page size, or the keys of a block, is a multiple of it
@@ -149,9 +157,33 @@ def shape_of(tile_qk: int, tile_vo: int) -> tuple[int, int, int, int]:
 
 
 @lru_cache(maxsize=8)
-def analysed(variant: Variant) -> tuple[TileRanges, Logits]:
-    """What tile choice and emission both ask of a variant; some masks take half a second."""
-    return tile_ranges(variant), never_zero(decompose(variant))
+def ranges_of(variant: Variant) -> TileRanges:
+    """Asked for by planning, tile choice and emission; some masks take half a second."""
+    return tile_ranges(variant)
+
+
+def logits_of(variant: Variant, layout: str) -> Logits:
+    logits = decompose(variant)
+    by_row = leaves(logits.unit) & ROW_LEAVES or differ_by_row((logits.unit, *factors_of(variant, logits)), layout)
+    alone = logits.score == Leaf("dot") and variant.scan.kind == "softmax"
+    return never_zero(with_unit_in_key(logits) if logits.key is not None and alone and not by_row else logits)
+
+
+def factors_of(variant: Variant, logits: Logits) -> tuple[Expr, ...]:
+    """Of a key: of its dot products and of its weight, those that there are."""
+    return tuple(e for e in (logits.key, weight_of(variant)) if e is not None)
+
+
+def differ_by_row(parts: Iterable[Expr], layout: str) -> bool:
+    """May the rows of a packed tile differ in these?"""
+    return layout != "dense" and any(leaves(e) & BY_ROW for e in parts)
+
+
+def with_unit_in_key(logits: Logits) -> Logits:
+    """Where the score is nothing but the dot product and the unit the same for all rows of a tile: the exponent of a
+    weight is then one FMA again."""
+    assert logits.key is not None
+    return replace(logits, unit=ONE, unit_positive=True, key=simplify_expr(make("mul", logits.key, logits.unit)))
 
 
 def never_zero(logits: Logits) -> Logits:
@@ -188,7 +220,7 @@ def choose(
     page_size: int | None = None,
 ) -> KernelConfig:  # fmt: skip
     """The kernel for a specialised, simplified variant."""
-    ranges, logits = analysed(variant)
+    ranges, logits = ranges_of(variant), logits_of(variant, layout)
     tile_kv, k_stages, v_stages, q_stages = shape_of(tile_of(head_dim_qk), tile_of(head_dim_vo))
     mask = variant.mask != Const(True, BOOL)
     # keys in blocks are listed, so all are visited, and where they stand is looked up: nothing runs on from key to key
@@ -196,6 +228,7 @@ def choose(
     counted = listed or (ranges.may is None and ranges.must is None)
     masks_below = not (listed or starts_at_zero(ranges))
     score, slots = kind_of_score(logits), used_slots(variant)
+    by_row = differ_by_row(factors_of(variant, logits), layout)
     config = KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
@@ -207,6 +240,8 @@ def choose(
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, epilogue="epilogue" in slots,
         turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
+        key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
+        weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
     )  # fmt: skip
     return config.with_bytes_on_their_way()

@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from attncc.ir.decompose import Logits
+from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import F32, Const, Expr, Leaf, Load, Op, Param, TensorParam, Variant, leaves, make, walk
 from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
-from .config import KernelConfig, analysed, ramp, slope
+from .config import BY_ROW, ROW_LEAVES, KernelConfig, logits_of, ramp, ranges_of, slope
 from .emit_vectors import emit_vectors
 from .prelude import IMPORTS, helpers_for
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
-BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
 ENV_LEAVES = frozenset(("b", "h", "g", "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size"))
-ROW_LEAVES, COL_LEAVES = frozenset(("i", "iq")), frozenset(("j", "i0"))
+COL_LEAVES = frozenset(("j", "i0"))
 IN_RANGE = frozenset(("b", "h", "g", "iq"))  # leaves that never leave the extent they index
 
 INFIX = {"add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "and": "&", "or": "|"}
@@ -418,20 +418,22 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterato
 
 def emit(variant: Variant, config: KernelConfig) -> Emitted:
     """The functor module of a specialised, simplified variant."""
-    ranges, logits = analysed(variant)
+    ranges, logits = ranges_of(variant), logits_of(variant, config.layout)
     m = Emitter(variant, config)
     all_below = (m.head, m.row, m.col)
+    # what does not stand under `seen`: a row may see no key at all, and a block may reach past kv_len
+    unseen = Guards(checked=True)
 
-    stage = m.cell("unit", (), (m.head,))
-    m.function("unit(hd)", stage, m.head.export(m.value(logits.unit, m.head)))
+    by_row = m.home(logits.unit) == "row"
+    below, guards = (m.row, unseen) if by_row else (m.head, Guards())
+    m.function("unit(hd, rw)", m.cell("unit", (), ()), below.export(m.value(logits.unit, below, guards)))
     stage = m.cell("score", ("dot", "i", "j", "seen"), all_below)
     result = m.value(logits.score, stage, Guards(((SEEN, True),)))
     m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
     if config.ramp:
         emit_ramp(m, logits)
+    emit_factors(m, logits.key, weight_of(variant))
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
-    # neither stands under `seen`: a row may see no key at all, and a block may reach past kv_len
-    unseen = Guards(checked=True)
     m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage, unseen))
     stage = m.cell("mask", ("i", "j"), all_below)
     m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(variant.mask, stage, unseen))
@@ -464,6 +466,15 @@ def emit_ramp(m: Emitter, logits: Logits) -> None:
               m.head.export(m.value(simplify_expr(step), m.head))]  # fmt: skip
     m.columns_by_row |= any(leaves(e) & BY_ROW for e in parts[:3])
     m.function("ramp(hd, bk)", m.cell("ramp", (), ()), ", ".join(values))
+
+
+def emit_factors(m: Emitter, key: Expr | None, weight: Expr | None) -> None:
+    """What a key multiplies the dot product by, and its weight.  The mask may hide the key, so indices are checked."""
+    stage = m.cell("factors", ("j", "seen"), (m.head,))
+    there = Guards(((SEEN, True),), checked=True)
+    values = [m.value(e, stage, there, precise=True) for e in (key, weight) if e is not None]
+    if values:
+        m.function("factors(x, hd, j, seen)", stage, "(" + "".join(f"{v}, " for v in values) + ")")
 
 
 def emit_ranges(m: Emitter, ranges: TileRanges) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
+from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import SLOT_DEFAULTS, Variant
 
 from .vectors import own_names, ropes
@@ -21,8 +22,8 @@ REFERENCE = "attncc.reference(…) computes it"
 @dataclass(frozen=True)
 class Limit:
     """`what` a slot or function can't say in kernels of `layouts` (none: of any), as the README words it.  `found`:
-    each place in a specialised variant; `message` is formatted with the name found there; `instead`: the nearest thing
-    that works, beside the reference."""
+    each place in a variant as compiler.for_kernels leaves it; `message` is formatted with the name found there;
+    `instead`: the nearest thing that works, beside the reference."""
 
     slot: str
     what: str
@@ -46,6 +47,12 @@ def written(slot: str) -> Callable[[Variant], Iterator[Found]]:
     return find
 
 
+def transformed_values(v: Variant) -> Iterator[Found]:
+    """f_v, where it is more than a factor of each key."""
+    if v.f_v != SLOT_DEFAULTS["f_v"] and weight_of(v) is None:
+        yield v.span_of("f_v"), "f_v"
+
+
 def domains(v: Variant) -> Iterator[Found]:
     if v.domain is not None:
         yield v.domain.span, v.domain.tensor
@@ -62,10 +69,12 @@ def untabulated(v: Variant) -> Iterator[Found]:
 LIMITS: tuple[Limit, ...] = (
     *(
         Limit(
-            slot, f"any transform of {x}", written(slot), f"kernels can't transform {x} yet (slot {{}})",
-            f"apply it to {x} before the call",
+            slot, f"a transform of {x} that is more than a factor", found,
+            f"kernels can't transform {x} yet (slot {{}})", f"apply it to {x} before the call",
         )
-        for slot, x in (("f_q", "q"), ("f_k", "k"), ("f_v", "v"))
+        for slot, x, found in (
+            ("f_q", "q", written("f_q")), ("f_k", "k", written("f_k")), ("f_v", "v", transformed_values),
+        )
     ),
     Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
           "say which keys exist in mask"),
@@ -76,7 +85,8 @@ LIMITS: tuple[Limit, ...] = (
 
 
 def refused(variant: Variant, layout: str) -> list[Diagnostic]:
-    """Every part of a specialised variant that kernels of this layout can't honour, with where it stands."""
+    """Every part of a variant, as compiler.for_kernels leaves it, that kernels of this layout can't honour, and where
+    it stands."""
     src = variant.source or Source(variant.name, "")
     return [
         Diagnostic(limit.message.format(name), src, span, limit.hint)

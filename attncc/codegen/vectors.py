@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import (
     F32,
     I32,
@@ -46,7 +47,9 @@ class Turning:
 
 
 def used_slots(variant: Variant) -> list[str]:
-    return [slot for slot in SLOTS if getattr(variant, slot) != SLOT_DEFAULTS[slot]]
+    """Not f_v, where it is a factor of the keys' weights."""
+    folded = ("f_v",) if weight_of(variant) is not None else ()
+    return [slot for slot in SLOTS if getattr(variant, slot) != SLOT_DEFAULTS[slot] and slot not in folded]
 
 
 def steps_of(e: Expr) -> list[Op | Rope]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from attncc.ir.nodes import Const, Expr, Leaf, Op, Param, Variant, children, make, objects
 
-from .config import analysed
+from .config import ranges_of
 
 LEAVES = frozenset(("i0", "i1", "qo_len", "kv_len"))  # what a planner knows of some rows of a request
 # on i32 and bool alone: float32 in a planner need not round as a kernel does
@@ -28,7 +28,7 @@ def visible(variant: Variant) -> dict[str, list | None]:
     with an op of OPS, named and meant as in ir/nodes.py: i32 wraps, // and % floor.  A select's arguments, and the
     right ones of `and` and `or`, may divide by 0 where they are not taken.
     """
-    ranges, _ = analysed(variant)
+    ranges = ranges_of(variant)
     ends = {"lo": (ranges.lo, False), "hi": (ranges.hi, True)}
     found = {name: bound(e, upper, True) for name, (e, upper) in ends.items()}
     found |= {f"{name}_any": bound(e, upper, False) for name, (e, upper) in ends.items()}

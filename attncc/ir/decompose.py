@@ -1,11 +1,12 @@
 """A logit in base-2 units, split into what a kernel evaluates once a head, a row, a column and a cell.
 
-    log2(e) * f_logits(scale * dot) = unit * score + shift
+    log2(e) * f_logits(scale * dot) = unit * score(key * dot) + shift
 
 The softmax of a row needs only `score` (and `unit`, which its exp2 takes in one FMA with the row's maximum); `shift`
-moves a whole row and matters only to lse and sink.  The split is an identity over the reals: f32 products and
-quotients by head-level factors are re-associated, so that such factors meet once a head and not once a cell; sums
-of cell-level terms keep their order.  Index arithmetic that reaches a logit linearly is taken not to overflow.
+moves a whole row and matters only to lse and sink; `key` is a factor that every use of dot shares.  The split is an
+identity over the reals: f32 products and quotients by head-level factors are re-associated, so that such factors meet
+once a head and not once a cell; sums of cell-level terms keep their order.  Index arithmetic that reaches a logit
+linearly is taken not to overflow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from attncc.ir.nodes import (
     Op,
     Variant,
     children,
+    leaves,
     make,
     objects,
     rebuild,
@@ -41,14 +43,17 @@ ONE, ZERO = Const(1.0, F32), Const(0.0, F32)
 class Logits:
     """log2(e) * f_logits = unit * score + shift; with scan none f_logits = score, unit 1 and shift 0.
 
-    `unit`: f32, level call or head; `unit_positive`: it is provably > 0, so a maximum of scores is one of logits.
-    `score`: f32, any level, over Leaf dot (unscaled) and i0, the first row position of the tile.
-    `shift`: f32, at most row level, over i0 too."""
+    `unit`: f32, level call or head, or row where the score is dot itself; `unit_positive`: it is provably > 0, so a
+    maximum of scores is one of logits.
+    `score`: f32, any level, over Leaf dot (unscaled, times `key`) and i0, the first row position of the tile.
+    `shift`: f32, at most row level, over i0 too.
+    `key`: f32, level col, without i0; None: 1."""
 
     unit: Expr
     unit_positive: bool
     score: Expr
     shift: Expr
+    key: Expr | None = None
 
 
 @dataclass(frozen=True)
@@ -91,16 +96,65 @@ def _product(a: Expr | None, b: Expr | None) -> Expr | None:
 
 def decompose(v: Variant) -> Logits:
     """The split of `v`'s logit (see Logits).  `v` may, but need not, be simplified."""
+    logit, by_row, key = _common_factors(simplify_expr(v.f_logits))
+    if by_row is not None:
+        parts = None if v.scan.kind == "none" else _split(v, logit, key)
+        if parts is not None and parts.score == DOT:
+            unit = simplify_expr(make("mul", parts.unit, by_row))
+            return replace(parts, unit=unit, unit_positive=sign(unit) == 1)
+        logit = _put(logit, by_row)
+    return _split(v, logit, key)
+
+
+def _split(v: Variant, logit: Expr, key: Expr | None) -> Logits:
     split = _Splitter(v.scale)
-    logit = simplify_expr(v.f_logits)
     terms = split(logit)
     if v.scan.kind == "none":
-        return Logits(ONE, True, simplify_expr(split.rebuilt(logit)), ZERO)
+        return Logits(ONE, True, simplify_expr(split.rebuilt(logit)), ZERO, key)
     row = {core: f for core, f in terms.items() if split.levels(core) in ("call", "head", "row")}
     unit, score = _take_unit(split, {core: f for core, f in terms.items() if core not in row})
     unit_expr = simplify_expr(unit.expr())
     shift = split.expr(_scaled(row, LOG2E))
-    return Logits(unit_expr, sign(unit_expr) == 1, simplify_expr(split.expr(score)), simplify_expr(shift))
+    return Logits(unit_expr, sign(unit_expr) == 1, simplify_expr(split.expr(score)), simplify_expr(shift), key)
+
+
+def _is_score(x: Expr) -> bool:
+    return isinstance(x, Leaf) and x.name in ("s", "dot")
+
+
+def _put(e: Expr, factor: Expr) -> Expr:
+    return transform(e, lambda x: make("mul", x, factor) if _is_score(x) else x)
+
+
+def _common_factors(logit: Expr) -> tuple[Expr, Expr | None, Expr | None]:
+    """(e, a, c): `logit` is `e` with s * a * c for s, and the same of dot; a of level row, c of level col, each None
+    where there is none, and either with what is known of the head."""
+    e, levels = logit, Levels()
+    found: dict[str, Expr | None] = dict.fromkeys(("head", "row", "col"))
+    while True:
+        users = {id(x): x for x in objects(e) if any(map(_is_score, children(x)))}
+        factors = {_factor_at(x) for x in users.values()}
+        factor = factors.pop() if len(factors) == 1 else None
+        if factor is None or levels(factor) == "cell":
+            break
+        level = "head" if levels(factor) == "call" else levels(factor)
+        found[level] = _product(found[level], factor)
+        e = transform(e, lambda x, users=users: next(filter(_is_score, children(x))) if id(x) in users else x)
+    row, key = found["row"], found["col"]
+    if key is not None:
+        return e, row, simplify_expr(_product(found["head"], key) or key)
+    return (logit, None, None) if row is None else (e, simplify_expr(_product(found["head"], row) or row), None)
+
+
+def _factor_at(x: Expr) -> Expr | None:
+    """f where `x` is s * f, f * s or s / f, or the same of dot, and f knows nothing of either."""
+    if not isinstance(x, Op) or x.op not in ("mul", "div") or not any(map(_is_score, x.args)):
+        return None
+    a, b = x.args
+    f = b if _is_score(a) else a
+    if leaves(f) & {"s", "dot"} or (x.op == "div" and f is a):
+        return None
+    return make("div", ONE, f) if x.op == "div" else f
 
 
 def _take_unit(split: _Splitter, terms: Sum) -> tuple[Factor, Sum]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -94,9 +95,9 @@ Level = list[tuple[int, int]]  # (query rows, keys) of every group
 
 def cascade(served: Served, levels: list[Level], heads: tuple[int, int]) -> tuple[Batch, list, State]:
     """(batch, what plan_cascade takes, what it must give).  The groups of all levels but the last appear in the batch
-    as requests without rows."""
+    as requests without rows; a tensor over b is that of the last level's requests."""
     hidden = [(0, keys) for level in levels[:-1] for _, keys in level]
-    x = batch(served, [*hidden, *levels[-1]], heads)
+    x = _with_last_requests(batch(served, [*hidden, *levels[-1]], heads), len(levels[-1]))
     offsets, planned, at = x.table[1], [], 0
     for level in levels:
         end = at + len(level)
@@ -106,6 +107,13 @@ def cascade(served: Served, levels: list[Level], heads: tuple[int, int]) -> tupl
         planned.append(mine)
         at = end
     return x, planned, _flat(x, levels, planned)
+
+
+def _with_last_requests(x: Batch, count: int) -> Batch:
+    """Tensors over b, pos drawn for so many requests, and for all keys together."""
+    size, gen = (count, sum(keys for _, keys in x.lengths)), torch.Generator().manual_seed(count)
+    over = [t.name for t in x.served.case.load().tensors if t.dims == ("b", "pos")]
+    return replace(x, params={**x.params, **{name: torch.randn(size, generator=gen) for name in over}})
 
 
 def _flat(x: Batch, levels: list[Level], planned: list) -> State:
@@ -120,8 +128,10 @@ def _flat(x: Batch, levels: list[Level], planned: list) -> State:
             found[-1] += range(ends[group] - x.lengths[group][1], ends[group])
             at += len(level)
     keys = torch.tensor([n for one in found for n in one])
-    k, v = (cache[tuple(p[keys] for p in x.places)] for cache in x.kv)
+    here = tuple(p[keys] for p in x.places)
+    k, v = (cache[here] for cache in x.kv)
+    over_keys = {t.name: x.params[t.name][here] for t in x.served.case.load().tensors if "j" in t.dims}  # type: ignore
     indptr = torch.tensor([0, *map(len, found)]).cumsum(0).int()
     oracle: Any = serve_checks.reference_case(x.served.case)
-    want = oracle.ragged(x.q, k, v, planned[-1][0], indptr, return_lse=x.softmax, **x.params)
+    want = oracle.ragged(x.q, k, v, planned[-1][0], indptr, return_lse=x.softmax, **{**x.params, **over_keys})
     return want if x.softmax else (want, None)

@@ -65,7 +65,7 @@ def test_listed_keys_do_not_follow_one_another() -> None:
     text = emitted(example("alibi", "alibi"), "blocks")[0].text
     assert "* off" not in text and "Float32(v" in body(text, "col")
     text = emitted(example("kv_scales", "key_scales"), "blocks")[0].text
-    assert "key_page" not in text and "< x.kv_len" in body(text, "col")
+    assert "key_page" not in text and "< x.kv_len" in body(text, "factors")
 
 
 def test_what_a_row_or_a_column_knows_is_not_computed_for_each_cell() -> None:

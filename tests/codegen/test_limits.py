@@ -11,9 +11,9 @@ from attncc.ir.nodes import EXPR_SLOTS, Variant
 
 # for each entry of the table a body that breaks it, and nothing else
 BREAKS = {
-    ("f_q", "any transform of q"): "f_q = rope(q, i)",
-    ("f_k", "any transform of k"): "f_k = l2norm(k)",
-    ("f_v", "any transform of v"): "f_v = v / (1.0 + sum(v * v))",
+    ("f_q", "a transform of q that is more than a factor"): "f_q = rope(q, i)",
+    ("f_k", "a transform of k that is more than a factor"): "f_k = l2norm(k)",
+    ("f_v", "a transform of v that is more than a factor"): "f_v = v / (1.0 + sum(v * v))",
     ("domain", "selected blocks"): "tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)",
     ("emit", "extra outputs"): "emit peak[h] = max(l)",
     ("rope", "a `theta` or `scaling` that rows, heads or requests differ in"): "epilogue = rope(o, i, f32(kv_len))",
@@ -21,8 +21,9 @@ BREAKS = {
 
 
 def variant(body: str) -> Variant:
+    """As kernels get it."""
     (found,) = compiler.variants(Source("x.attn", f"attention x():\n    {body}\n    mask = j <= i\n"))
-    return found
+    return compiler.for_kernels(found)
 
 
 def test_every_entry_is_broken_here() -> None:
@@ -45,6 +46,7 @@ def test_an_entry_is_said_once_with_its_line(limit, layout: str) -> None:
 
 def test_what_kernels_can_do_breaks_none() -> None:
     body = "scale = 0.5\n    f_logits = softcap(s, 5.0)\n    scan = softmax(sink = 1.0)\n    epilogue = o * sum(o * o)"
+    body += "\n    f_q = q * 2.0\n    f_k = -k\n    f_v = v / f32(j + 1)"
     assert all(refused(variant(body), layout) == [] for layout in compiler.LAYOUTS)
 
 

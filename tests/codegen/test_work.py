@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ir.mask_tiles import HUGE, dense, variant
 
 from attncc import compiler
-from attncc.codegen.config import analysed
+from attncc.codegen.config import ranges_of
 from attncc.codegen.work import LEAVES, MAX_NODES, OPS, bound, nodes, visible
 from attncc.ir.nodes import I32, Expr, Leaf, Load, Param, Variant, make, walk
 from attncc.ir.ranges_eval import evaluate
@@ -68,7 +68,7 @@ NUMBERS = st.one_of(st.integers(-3, 300), st.sampled_from([-HUGE - 1, -HUGE, -(2
 @given(data=st.data(), case=st.sampled_from(CASES))
 def test_json_says_what_tile_ranges_say(data: st.DataObject, case: Case) -> None:
     v = special(case)
-    told, (ranges, _) = visible(v), analysed(v)
+    told, ranges = visible(v), ranges_of(v)
     assert json.loads(json.dumps(told, allow_nan=False)) == told
     qo_len, kv_len = np.array(data.draw(st.lists(st.integers(1, 500), min_size=2, max_size=2)))
     i0 = np.array(data.draw(st.lists(st.integers(0, int(qo_len) - 1), min_size=1, max_size=5))) + kv_len - qo_len

@@ -61,20 +61,28 @@ def evaluator(v: Variant, seed: int) -> Evaluator:
     return ev
 
 
+def keyed(ev: Evaluator, key: Expr) -> Evaluator:
+    """The same, with the dot product of a key multiplied by its factor."""
+    return Evaluator({**ev.values, "dot": ev.values["dot"] * ev(key)}, ev.tensors, ev.lanes, chain=True)
+
+
 def check(v: Variant, seed: int, tolerance: float = 1e-11) -> Logits:
     """The parts of `v` are of the levels they should be, and their sum is the logit."""
     parts = decompose(v)
-    assert level(parts.unit) in ("call", "head")
+    assert level(parts.unit) in (("call", "head", "row") if parts.score == Leaf("dot") else ("call", "head"))
     assert level(parts.shift) in ("call", "head", "row")
     assert not leaves(parts.score) & {"s", "l", "lse"} and not leaves(parts.shift) & {"s", "dot", "j"}
-    for e in (parts.unit, parts.score, parts.shift):
+    key = Const(1.0, F32) if parts.key is None else parts.key
+    assert parts.key is None or (level(key) == "col" and not leaves(key) & {"i0"})
+    for e in (parts.unit, parts.score, parts.shift, key):
         assert e.type == F32
         verify_expr(e, v, "f_logits", frozenset(("b", "h", "g", "i", "iq", "j", "dot", "i0")))
     ev = evaluator(v, seed)
     factor = 1.0 if v.scan.kind == "none" else math.log2(math.e)
     with np.errstate(all="ignore"):
-        want, got = ev(v.f_logits) * factor, ev(parts.unit) * ev(parts.score) + ev(parts.shift)
-        size = 1.0 + np.abs(ev(parts.unit) * ev(parts.score)) + np.abs(ev(parts.shift))
+        want, by_dot = ev(v.f_logits) * factor, keyed(ev, key)
+        weighed, shift = by_dot(parts.unit) * by_dot(parts.score), by_dot(parts.shift)
+        got, size = weighed + shift, 1.0 + np.abs(weighed) + np.abs(shift)
     where = np.isfinite(want)
     assert np.all(np.abs(got[where] - want[where]) <= tolerance * size[where])
     assert not parts.unit_positive or np.all(ev(parts.unit) >= 0)
@@ -114,7 +122,9 @@ FACTORS = {
         ("scale = exp(slope[h])", "mul(exp(slope[h]), {L})", True, "dot", "0.0"),
         ("f_logits = softcap(s, 30.0)", "{30L}", True, "tanh(mul(dot, {1/240}))", "0.0"),
         ("f_logits = 2.0 * s / 2.0 * 2.0", "{L/4}", True, "dot", "0.0"),
-        ("f_logits = s * scales[j, g]", "{L/8}", True, "mul(dot, scales[j, g])", "0.0"),
+        ("f_logits = s * scales[j, g]", "{L/8}", True, "dot", "0.0"),
+        ("f_logits = s * decay[b, h, i]", "mul", False, "dot", "0.0"),
+        ("f_logits = decay[b, h, i] * s + f32(j)", None, True, None, None),
         (
             "f_logits = s + slope[h] * (j - i)", "1.0", True,
             "add(mul(dot, {L/8}), mul(f32(sub(j, i0)), mul(slope[h], {L})))",
@@ -172,7 +182,9 @@ def test_parts(body: str, unit: str | None, positive: bool, score: str | None, s
         ("f_logits = s + slope[h] * (j - i)", 2),
         ("f_logits = softcap(s, 30.0) + slope[h] * (j - i)", 3),
         ("f_logits = (s + slope[h] * (j - i)) * 0.5 / slope[h]", 2),
-        ("f_logits = s * scales[j, g] * 2.0", 1),
+        ("f_logits = s * scales[j, g] * 2.0", 0),
+        ("f_logits = s * scales[j, g] + s", 2),
+        ("f_logits = s * decay[b, h, i] * scales[j, g]", 0),
     ],
 )
 def test_what_is_left_to_a_cell(body: str, ops: int) -> None:
@@ -180,6 +192,33 @@ def test_what_is_left_to_a_cell(body: str, ops: int) -> None:
     parts = check(one(TABLE + body), 1)
     levels = Levels()
     assert sum(isinstance(x, Op) and levels(x) == "cell" for x in walk(parts.score)) == ops
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "unit"),
+    [
+        ("f_logits = s * scales[j, g]", "scales[j, g]", "{L/8}"),
+        ("f_logits = 2.0 * (s / scales[j, g])", "mul(div(1.0, scales[j, g]), 2.0)", "{L/8}"),
+        ("f_logits = softcap(dot * scales[j, g], 1.0) - dot * scales[j, g]", "scales[j, g]", "{L}"),
+        ("f_logits = s * decay[b, h, i] * scales[j, g]", "scales[j, g]", "mul(decay[b, h, i], {L/8})"),
+        ("f_logits = s * scales[j, g] * decay[b, h, i]", "scales[j, g]", "mul(decay[b, h, i], {L/8})"),
+        ("f_logits = s * decay[b, h, i - j]", None, "{L/8}"),
+        ("f_logits = s * scales[j, g] + dot", None, None),
+        ("f_logits = scales[j, g] / s", None, None),
+        ("f_logits = s * s", None, None),
+        ("f_logits = s * scales[j, g] if s > 0.0 else 0.0", None, None),
+        ("f_logits = tanh(s * decay[b, h, i] * scales[j, g])", "scales[j, g]", None),
+        ("f_logits = sigmoid(s * scales[j, g] * slope[h])\nscan = none", "mul(slope[h], scales[j, g])", "1.0"),
+        ("f_logits = s * decay[b, h, i] * scales[j, g]\nscan = none", "scales[j, g]", "1.0"),
+    ],
+)
+def test_factors_that_all_scores_share(body: str, key: str | None, unit: str | None) -> None:
+    parts = check(one(TABLE + body), 2)
+    assert (None if parts.key is None else repr(parts.key)) == key
+    if unit is not None:
+        for name, value in FACTORS.items():
+            unit = unit.replace("{" + name + "}", repr(value))
+        assert repr(parts.unit) == unit
 
 
 def test_f32_precision_far_from_the_origin() -> None:

@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from .epilogue import BAR_STORE, plus
+from .factors import load_factors
 from .forward import weights
 from .functors import Block
 from .gather import place
@@ -116,6 +117,13 @@ def add_values(p, acc_o, P, values: Sixteen) -> None:
         multiply(p, acc_o, 8 * k + 4, a, b[2:])
 
 
+def ahead(p, mine, fn, tile, item, n, c_in, group):
+    """The factors of this warp's keys in block n, which is still on its way; nothing where only its tag tells which
+    keys it holds.  (Before the item's first block there may be any: they are read where there are, and not used.)"""
+    col0 = item.offset + n * p.tile_kv + KEYS * group + c_in
+    return load_factors(mine, fn, tile, col0) if p.counted else ()
+
+
 @cute.jit
 def attend_few(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, acc_o, O, state, tile, item, tags, k_ring: cutlass.Constexpr,
@@ -129,9 +137,13 @@ def attend_few(
     P = cute.make_rmem_tensor((4,), Int32)
     queries = Queries(p, q_base)
     at, n = start, item.end - 1
+    following = ahead(p, mine, fn, tile, item, n, c_in, group)
     for _ in cutlass.range(item.end - item.begin, unroll=1):
+        loaded, following = following, ahead(p, mine, fn, tile, item, n - 1, c_in, group)
         ks = wait_block(k_ring, at)
         block = block_of(p, tags, ks, item, n, c_in)
+        if const_expr(not p.counted):
+            loaded = load_factors(mine, fn, tile, block.col0 + KEYS * group)
         left = item.offset + item.keys - (block.col0 - c_in)
         if group < p.tile_kv // KEYS:
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
@@ -140,7 +152,7 @@ def attend_few(
         release(k_ring, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
-            stale = weights(mine, fn, S, P, state, tile, Block(block.col0 + KEYS * group, block.masked), False)
+            stale = weights(mine, fn, S, P, state, tile, Block(block.col0 + KEYS * group, block.masked), loaded, False)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
             here = v_base + vs * (p.tile_kv * p.tile_vo * 2)

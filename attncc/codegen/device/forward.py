@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .epilogue import normalise, store_lse, store_tile, totals
+from .factors import load_factors
 from .functors import Block, Env, Grid, open_tile
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
@@ -64,13 +65,13 @@ def issue_values(p, O, rP, rV):
 
 
 @cute.jit
-def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, first: cutlass.Constexpr):
-    """P from S.  True if O must be rescaled by state.grow."""
+def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, loaded, first: cutlass.Constexpr):
+    """P from S; `loaded`: the factors of the block's keys.  True if O must be rescaled by state.grow."""
     stale = Boolean(False)
     if const_expr(p.scan == "none"):
-        weigh(p, fn, S, P, tile, block.col0, block.masked)
+        weigh(p, fn, S, P, tile, block.col0, loaded, block.masked)
     else:
-        stale = soften(p, fn, S, P, state, tile, block.col0, block.masked, first)
+        stale = soften(p, fn, S, P, state, tile, block.col0, loaded, block.masked, first)
     return stale
 
 
@@ -150,15 +151,18 @@ def consume(
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
         block = block_of(p, tags, ks, item, 0, c_in)
+        loaded = load_factors(p, fn, tile, block.col0)
         warpgroup.wait_group(0)
         release(k_ring, ks, lead)
         ks, kph = advance(p.k_stages, ks, kph)
         # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
-        weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, True)
+        first = Block(block.col0, Boolean(True)) if p.mask else block
+        weights(p, fn, S, P, state, tile, first, loaded, True)
         # ---- the others: scores of this block beside the product of the last one
         for step in cutlass.range(1, item.end - item.begin, unroll=1):
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
             block = block_of(p, tags, ks, item, step, c_in)
+            loaded = load_factors(p, fn, tile, block.col0)
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             my_turn(p, w)
             issue_scores(p, acc_s, rQ[None, None, None, qs * p.warpgroups + w], rK[None, None, None, ks])
@@ -168,7 +172,8 @@ def consume(
             release(k_ring, ks, lead)
             ks, kph = advance(p.k_stages, ks, kph)
             # without a mask only the tail of the keys is cut, and that is the first block
-            stale = weights(p, fn, S, Pn, state, tile, block if p.mask else Block(block.col0, Boolean(False)), False)
+            ahead = block if p.mask else Block(block.col0, Boolean(False))
+            stale = weights(p, fn, S, Pn, state, tile, ahead, loaded, False)
             warpgroup.wait_group(0)
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)

@@ -7,7 +7,8 @@ tuples, each computed once at its own level:
   row(x, hd, i, iq)              -> rw   ... and on the query row
   block(x, hd, i0, j)            -> bk   of a thread's first column j in a block of keys
   col(x, hd, bk, j, off)         -> cl   of column j = first + off, shared by the thread's two rows
-  unit(hd)                       logit in base 2 = unit * score + shift
+  unit(hd, rw)                   logit in base 2 = unit * score + shift
+  factors(x, hd, j, seen)        what key j multiplies the dot product by, and its weight: those that there are
   score(x, hd, rw, cl, dot, i, j, seen)  seen: a lane that may read memory
   ramp(hd, bk)                   (a, start, step) where score = a * dot + start + step * off
   shift(x, hd, rw, i, i0)
@@ -99,26 +100,26 @@ def open_tile(p, fn, env, i0, row0) -> Tile:
     """The tile of a thread whose rows are row0, row0 + 8 of one head.  Rows past qo_len repeat the last one: they read
     only what it reads, and are never stored."""
     hd = fn.head(env)
-    unit = unit_of(p, fn, hd)
     last = env.qo_len - 1
-    rows = tuple(open_row(p, fn, env, hd, unit, cutlass.min(r, last), env.kv_len) for r in (row0, row0 + 8))
+    rows = tuple(open_row(p, fn, env, hd, cutlass.min(r, last), env.kv_len) for r in (row0, row0 + 8))
     return Tile(rows, i0, env.kv_len)
 
 
-def unit_of(p, fn, hd):
-    unit = fn.unit(hd)
+def unit_of(p, fn, hd, rw):
+    unit = fn.unit(hd, rw)
     if p.score == "dot" and not p.unit_positive:
         unit = cutlass.select_(unit == 0.0, Float32(1e-30), unit)  # so that a hidden score, times it, is -inf
     return unit
 
 
-def open_row(p, fn, env, hd, unit, iq, stop) -> Row:
+def open_row(p, fn, env, hd, iq, stop) -> Row:
     i = iq + env.kv_len - env.qo_len
     lo, hi = Int32(0), stop
     if p.row_bounds:
         lo, hi, _, _ = fn.bounds(env, i, i)
         hi = cutlass.min(hi, stop)
-    return Row(env, hd, unit, fn.row(env, hd, i, iq), i, iq, lo, hi)
+    rw = fn.row(env, hd, i, iq)
+    return Row(env, hd, unit_of(p, fn, hd, rw), rw, i, iq, lo, hi)
 
 
 def position(p, tile: Tile, col0, off: int):
@@ -126,11 +127,16 @@ def position(p, tile: Tile, col0, off: int):
     blocks, as the list says (anywhere, for columns past the last key).  Nobody asks memory where nobody uses it."""
     if p.layout != "blocks":
         return col0 + off
-    env, alike = tile.rows[0].env, p.chunk or 1  # columns whose blocks are the same
-    start = col0 + off // alike * alike
+    alike = p.chunk or 1  # columns whose blocks are the same
+    return listed_position(tile, col0 + off // alike * alike) + off % alike
+
+
+def listed_position(tile: Tile, start):
+    """Where the key in this place of a list of blocks stands."""
+    env = tile.rows[0].env
     index = Int32(Uint32(start) // Uint32(env.page_size))
     listed = load_word(env.kv_indices + Int64(env.table + index) * 4, start < tile.stop)
-    return (listed - index) * env.page_size + start + off % alike
+    return (listed - index) * env.page_size + start
 
 
 def load_word(address, ok):

@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
-from .functors import Block, Env, Tile, open_row, unit_of
+from .functors import Block, Env, Tile, open_row
 from .ring import warp_uniform
 
 RECORD_WORDS, TARGET_WORDS, SOURCES = 16, 8, 4  # ... and which word of a target counts its pieces
@@ -190,8 +190,7 @@ def open_packed(p, fn, owner, g, row0, rows, row, offset, table, keys, i0, lists
     opened, stop = (), offset + keys
     for r in (row, row + 8):
         env, iq = row_env(owner, row0 + cutlass.min(r, rows - 1), g, offset, keys, table, lists, sizes)
-        hd = fn.head(env)
-        opened = (*opened, open_row(p, fn, env, hd, unit_of(p, fn, hd), iq, stop))
+        opened = (*opened, open_row(p, fn, env, fn.head(env), iq, stop))
     return Tile(opened, i0, stop)
 
 

@@ -17,6 +17,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from .epilogue import normalise, store_packed_lse, store_rows, totals
+from .factors import load_factors
 from .few import attend_few, meet
 from .forward import issue_scores, issue_values, weights
 from .functors import Block
@@ -101,9 +102,10 @@ def attend(
     landed(p)
     issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
     block = block_of(p, tags, ks, item, n, c_in)
+    loaded = load_factors(p, fn, tile, block.col0)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
-    weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, True)
+    weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, loaded, True)
     if const_expr(p.chunk):
         left = item.offset + item.keys - (block.col0 - c_in)
         if left < p.tile_kv:
@@ -115,6 +117,7 @@ def attend(
         n = n - stride
         ks = wait_block(k_ring, nxt)
         block = block_of(p, tags, ks, item, n, c_in)
+        loaded = load_factors(p, fn, tile, block.col0)
         vs = wait_block(v_ring, at)
         landed(p)
         issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
@@ -122,7 +125,8 @@ def attend(
         warpgroup.wait_group(1)
         release_for(k_ring, ks, lead, stride)
         # without a mask only the tail of the keys is cut, and that is the first block
-        stale = weights(p, fn, S, Pn, state, tile, block if p.mask else Block(block.col0, Boolean(False)), False)
+        ahead = block if p.mask else Block(block.col0, Boolean(False))
+        stale = weights(p, fn, S, Pn, state, tile, ahead, loaded, False)
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:

@@ -17,6 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .factors import Factors
 from .functors import NEG_INF, columns, ramp_of, score_of, visible
 from .layout import quad, row_elems
 
@@ -77,6 +78,14 @@ def reset(p, state: State, tile) -> None:
     state.grow.fill(1.0)
 
 
+def multiply(p, fn, S, tile, col0, loaded):
+    """Dot products by the factors of their keys."""
+    by = Factors(p, fn, tile, col0, loaded)
+    for i in range(2):
+        for e in row_elems(i, p.tile_kv):
+            S[e] = S[e] * by.of(0, i, 8 * e[2] + e[1])
+
+
 def hide(p, fn, S, tile, col0):
     """Scores of keys that do not exist become what the unit makes -inf."""
     cls = columns(p, fn, tile, col0)
@@ -100,33 +109,49 @@ def touch(p, fn, S, tile, col0, units, masked: bool):
             S[e] = cutlass.select_(seen, y, Float32(NEG_INF)) if masked else y
 
 
-def exponentials(p, S, P, part, exponent):
-    """P = 2^exponent(S) as words of p.dtype, part = this thread's row sums (two each).  S stays."""
+def exponentials(p, S, P, part, by, exponent):
+    """P = 2^exponent(S), times the keys' factors, as words of p.dtype; part = this thread's sums of 2^exponent(S), two
+    a row.  S stays."""
     for n in range(p.tile_kv // 8):
         for i in range(2):
             x = [cute.math.exp2(exponent(S[i, c, n], i, c, n), fastmath=True) for c in range(2)]
             for c in range(2):
                 part[2 * i + c] = x[c] if n == 0 else part[2 * i + c] + x[c]
+            if p.weight_factor:
+                x = [x[c] * by.of(1, i, 8 * n + c) for c in range(2)]
             P[2 * n + i] = pack(p, x[0], x[1])
 
 
+def drop_hidden(p, S, P):
+    """Weights of keys that do not exist are 0, whatever their factors."""
+    for n in range(p.tile_kv // 8):
+        for i in range(2):
+            keep = Int32(0)
+            for c, half in enumerate((0xFFFF, -0x10000)):
+                keep = keep | cutlass.select_(S[i, c, n] == NEG_INF, Int32(0), Int32(half))
+            P[2 * n + i] = P[2 * n + i] & keep
+
+
 @cute.jit
-def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, spoilt):
+def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, loaded, spoilt):
     """The block with the base it finds; True if that was not good enough."""
     part = cute.make_rmem_tensor((4,), Float32)
     unit = [row.unit for row in tile.rows]
     base = [state.top[i] * (unit[i] if p.unit_positive else Float32(1.0)) for i in range(2)]
-    if const_expr(p.score == "dot"):
-        exponentials(p, S, P, part, lambda s, i, c, n: s * unit[i] - base[i])
+    by = Factors(p, fn, tile, col0, loaded)
+    if const_expr(p.key_factor == "unit"):
+        exponentials(p, S, P, part, by, lambda s, i, c, n: s * by.of(0, i, 8 * n + c) - base[i])
+    elif const_expr(p.score == "dot"):
+        exponentials(p, S, P, part, by, lambda s, i, c, n: s * unit[i] - base[i])
     elif const_expr(p.ramp):  # two FMAs a score
         line = [[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, col0), unit, strict=False)]
         begin = [line[i][1] - base[i] for i in range(2)]
-        exponentials(p, S, P, part, lambda s, i, c, n: s * line[i][0] + (line[i][2] * float(8 * n + c) + begin[i]))
+        exponentials(p, S, P, part, by, lambda s, i, c, n: s * line[i][0] + (line[i][2] * float(8 * n + c) + begin[i]))
     else:
         cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True
         score = lambda s, i, c, n: score_of(p, fn, tile, i, cls[i][n, c], s, col0, 8 * n + c, may_read)  # noqa: E731
-        exponentials(p, S, P, part, lambda s, i, c, n: score(s, i, c, n) * unit[i] - base[i])
+        exponentials(p, S, P, part, by, lambda s, i, c, n: score(s, i, c, n) * unit[i] - base[i])
     s0, s1 = part[0] + part[1], part[2] + part[3]
     stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
     if not stale:
@@ -136,9 +161,11 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
 
 
 @cute.jit
-def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, masked):
+def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, loaded, masked):
     """S becomes what the maximum is taken of: scores where the unit is positive, base-2 logits else."""
-    if const_expr(p.score != "dot" or not p.unit_positive):
+    if const_expr(p.key_factor == "unit"):
+        multiply(p, fn, S, tile, col0, loaded)
+    elif const_expr(p.score != "dot" or not p.unit_positive):
         here = opaque(col0)
         units = [Float32(1.0) if p.unit_positive else row.unit for row in tile.rows]
         if const_expr(p.score == "any"):
@@ -152,22 +179,29 @@ def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, m
 
 @cute.jit
 def soften(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, masked, first: cutlass.Constexpr
-):
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, loaded, masked,
+    first: cutlass.Constexpr,
+):  # fmt: skip
     """P and the running sums from one block of scores.  True if a row's base moved: then O must be multiplied by
     `grow`, once the product that still adds to O is done."""
     part = cute.make_rmem_tensor((4,), Float32)
     stale = Boolean(True)
+    if const_expr(p.key_factor == "dot"):
+        multiply(p, fn, S, tile, col0, loaded)
     if const_expr(p.score != "any"):
         if masked:
+            if const_expr(p.key_factor == "unit"):
+                multiply(p, fn, S, tile, col0, loaded)
             hide(p, fn, S, tile, col0)
+    if const_expr(p.key_factor == "unit"):  # now in the scores of this block
+        loaded = tuple((cutlass.select_(masked, Float32(1.0), x), y) for x, y in loaded)
     if const_expr(not first):
         # where the mask comes after the functor a cut block is never good enough here (a branch around this pass
         # instead would cost the loop its uniform registers)
         spoilt = Boolean(masked) if const_expr(p.score == "any") else Boolean(False)
-        stale = optimistic(p, fn, S, P, state, tile, col0, spoilt)
+        stale = optimistic(p, fn, S, P, state, tile, col0, loaded, spoilt)
     if stale:
-        rescore(p, fn, S, tile, col0, masked)
+        rescore(p, fn, S, tile, col0, loaded, masked)
         scale = [row.unit if p.unit_positive else Float32(1.0) for row in tile.rows]
         for i in cutlass.range_constexpr(2):
             peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
@@ -176,23 +210,30 @@ def soften(
             state.top[i] = new
         # subtracted first, so that the greatest weighs exactly 1; a second loop with one FMA a score for bases that
         # are not large was slower in all (plain 3 %, ALiBi 2 %)
-        exponentials(p, S, P, part, lambda s, i, c, n: (s - state.top[i]) * scale[i])
+        by = Factors(p, fn, tile, col0, loaded)
+        exponentials(p, S, P, part, by, lambda s, i, c, n: (s - state.top[i]) * scale[i])
         for i in cutlass.range_constexpr(2):
             state.total[i] = state.total[i] * state.grow[i] + (part[2 * i] + part[2 * i + 1])
+    if const_expr(p.weight_factor):
+        if masked:
+            drop_hidden(p, S, P)
     return stale
 
 
 @cute.jit
-def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, masked):
+def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, loaded, masked):
     """scan = none: the weights are the logits themselves."""
+    if const_expr(p.key_factor):
+        multiply(p, fn, S, tile, col0, loaded)
     if masked:
-        put_weights(p, fn, S, P, tile, col0, True)
+        put_weights(p, fn, S, P, tile, col0, loaded, True)
     else:
-        put_weights(p, fn, S, P, tile, opaque(col0), False)
+        put_weights(p, fn, S, P, tile, opaque(col0), loaded, False)
 
 
-def put_weights(p, fn, S, P, tile, col0, masked: bool):
+def put_weights(p, fn, S, P, tile, col0, loaded, masked: bool):
     cls = columns(p, fn, tile, col0)
+    by = Factors(p, fn, tile, col0, loaded)
     for n in range(p.tile_kv // 8):
         for i in range(2):
             w = []
@@ -200,6 +241,8 @@ def put_weights(p, fn, S, P, tile, col0, masked: bool):
                 cl, off = cls[i][n, c], 8 * n + c
                 seen = visible(p, fn, tile, i, cl, col0, off) if masked else True
                 y = score_of(p, fn, tile, i, cl, S[i, c, n], col0, off, seen)
+                if p.weight_factor:
+                    y = y * by.of(1, i, off)
                 w.append(cutlass.select_(seen, y, Float32(0.0)) if masked else y)
             P[2 * n + i] = pack(p, w[0], w[1])
 

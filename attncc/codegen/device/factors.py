@@ -1,0 +1,59 @@
+"""What a key multiplies by: `k = k * c` is a factor of its dot products, `v = v * c` one of its weights.
+
+A thread needs the factors of 2 columns in 8, its warp those of all: each lane computes them for columns lane,
+lane + 32, … of a block, before the block's products, and hands them round by shuffles.  That is an eighth of the loads
+(and of the look-ups of pages).  Where the rows of a packed tile may differ in them, each thread computes its own.
+
+A key that the mask hides may have any factor, NaN too: hidden scores become -inf after the product (softmax.py), and
+hidden weights 0.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from .functors import Tile, listed_position, position
+
+LANES = 32
+
+
+def load_factors(p, fn, tile: Tile, col0):
+    """Of a block whose first column of this thread is col0: a tuple of a lane's factors for each of its columns."""
+    if not (p.key_factor or p.weight_factor) or p.factors_by_row:
+        return ()
+    lane = cute.arch.lane_idx()
+    found = ()
+    for at in range(0, p.tile_kv, LANES):
+        col = col0 - 2 * (lane % 4) + lane + at
+        there = col < tile.stop
+        if at + LANES > p.tile_kv:
+            there = there & (lane < p.tile_kv - at)
+        where = listed_position(tile, col) if p.layout == "blocks" else col
+        found = (*found, factors(p, fn, tile, 0, where, there))
+    return found
+
+
+def factors(p, fn, tile: Tile, i: int, where, there):
+    """(of the dot product, of the weight) of the key at position `where`, for row i of the thread; 1 where there is
+    none.  `there`: it exists."""
+    row = tile.rows[i]
+    found = iter(fn.factors(row.env, row.hd, where, there))
+    return tuple(next(found) if there else Float32(1.0) for there in (p.key_factor, p.weight_factor))
+
+
+class Factors:
+    """The factors of a thread's columns in a block."""
+
+    def __init__(self, p, fn, tile: Tile, col0, loaded):
+        self.p, self.fn, self.tile, self.col0, self.loaded = p, fn, tile, col0, loaded
+        self.lane = 2 * (cute.arch.lane_idx() % 4)
+        self.known = {}
+
+    def of(self, which: int, i: int, off: int):
+        """`which`: 0, of the dot product; 1, of the weight; for row i of the thread and column col0 + off."""
+        if self.p.factors_by_row:
+            where, there = position(self.p, self.tile, self.col0, off), self.col0 + off < self.tile.stop
+            return factors(self.p, self.fn, self.tile, i, where, there)[which]
+        if (which, off) not in self.known:
+            mine = self.loaded[off // LANES][which]
+            self.known[which, off] = cute.arch.shuffle_sync(mine, self.lane + off % LANES)
+        return self.known[which, off]

@@ -1,0 +1,77 @@
+"""Factors that all features of a vector share, taken out of f_q, f_k and f_v: they cost a number a row or a key then,
+and the tile in shared memory stays as it came.
+
+    f_q = q * a,  f_k = k * c  ->  f_q = q, f_k = k, and f_logits in terms of (s * a) * c, (dot * a) * c
+    f_v = v * c                ->  epilogue in terms of o * c, where c is the same for all keys; else f_v = v * c, so
+                                   written, which kernels apply to a key's weight (`weight_of`)
+
+A slot of which something else is left (a rotation, a norm) keeps its factors: a transform of the vector applies them
+for nothing, and a factor of its own would cost every score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attncc.ir.nodes import F32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
+
+ONE = Const(1.0, F32)
+
+
+def fold_vectors(v: Variant) -> Variant:
+    """`v`, with what is only a factor in f_q, f_k and f_v taken out of them."""
+    for slot, vector in (("f_q", "q"), ("f_k", "k")):
+        factor = factor_of(getattr(v, slot), vector)
+        if factor is not None and factor != ONE:
+            v = replace(v, f_logits=times(v.f_logits, ("s", "dot"), factor), **{slot: Leaf(vector)})
+    factor = factor_of(v.f_v, "v")
+    if factor is None or factor == ONE:
+        return v
+    if "j" in leaves(factor):
+        return replace(v, f_v=make("mul", Leaf("v"), factor, span=v.f_v.span))
+    return replace(v, f_v=Leaf("v"), epilogue=times(v.epilogue, ("o",), factor))
+
+
+def weight_of(v: Variant) -> Expr | None:
+    """What a key's weight is multiplied by where it meets v, in a variant that fold_vectors made; None: by nothing, or
+    f_v is something else."""
+    factor = factor_of(v.f_v, "v")
+    return None if factor == ONE else factor
+
+
+def times(e: Expr, names: tuple[str, ...], factor: Expr) -> Expr:
+    """`e` with name * factor for each leaf of these names."""
+    return transform(e, lambda x: make("mul", x, factor) if isinstance(x, Leaf) and x.name in names else x)
+
+
+def factor_of(e: Expr, vector: str) -> Expr | None:
+    """The scalar c where the vector `e` is `vector` times c; None where it is anything else."""
+    known: dict[int, Expr | None] = {}
+    for x in objects(e):
+        known[id(x)] = _factor(x, vector, known)
+    return known[id(e)]
+
+
+def _factor(x: Expr, vector: str, known: dict[int, Expr | None]) -> Expr | None:
+    if x == Leaf(vector):
+        return ONE
+    if not isinstance(x, Op) or x.type.space is None:
+        return None
+    parts = [known[id(a)] for a in x.args]
+    match x.op, x.args, parts:
+        case "neg", _, [c] if c is not None:
+            return make("neg", c, span=x.span)
+        case "mul", (a, b), [c, d]:
+            for by, rest in ((b, c), (a, d)):
+                if rest is not None and is_scalar(by):
+                    return by if rest == ONE else make("mul", rest, by, span=x.span)
+        case "div", (_, by), [c, _] if c is not None and is_scalar(by):
+            return make("div", c, by, span=x.span)
+        case "select", (when, _, _), [_, c, d] if c is not None and d is not None and is_scalar(when):
+            return make("select", when, c, d, span=x.span)
+    return None
+
+
+def is_scalar(e: Expr) -> bool:
+    """One value for all features, that needs none of them."""
+    return not any(x.type.space is not None for x in objects(e))

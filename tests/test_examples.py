@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ FILES = sorted((ROOT / "examples").glob("*.attn"))
 ALL = [(path, v) for path in FILES for v in compiler.variants(path)]
 SHAPES = [Shape(2, 7, 45, 4, 2, 16, 24), Shape(1, 33, 20, 3, 1, 16, 16), Shape(2, 1, 64, 2, 2, 8, 16),
           Shape(1, 3, 0, 2, 1, 8, 8)]  # fmt: skip
+DIMS = {"qwen3_next": (256, 256), "deepseek_v3_prefill": (192, 128)}  # of examples that turn so many features
 SCALARS: dict[str, object] = {"window": 9, "chunk": 10, "width": 8, "radius": 1, "block": 6, "globals": 2, "step": 3}
 
 
@@ -58,6 +60,8 @@ def test_variant_has_a_docstring_and_prints(path: Path, variant: Variant) -> Non
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("path, variant", ALL, ids=name_of)
 def test_runs_on_the_reference(path: Path, variant: Variant, shape: Shape) -> None:
+    if variant.name in DIMS:
+        shape = replace(shape, head_dim_qk=DIMS[variant.name][0], head_dim_vo=DIMS[variant.name][1])
     mine = {p.name for p in variant.scalars if not p.const}
     given = {n: x for n, x in SCALARS.items() if n in mine}
     x = random_inputs(variant, shape, dtype=torch.float32, device="cpu", seed=3, given=given)

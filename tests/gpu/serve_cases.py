@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, example, example_cases, hard
+from cases import Case, example, example_cases, folded, hard
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,24 @@ BLOCK_VARIANTS += [
     Served(example(file, variant), 16, blocks=True)
     for file, variant in (("gated_output", "gated_output"), ("dilated", "longformer"), ("sigmoid", "flash_sigmoid"))
 ]  # fmt: skip
+FOLDED = [Served(folded(name), p) for name in ("both", "all_three", "weighed", "by_request") for p in (16, 1, None)]
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
 def all_served() -> list[Served]:
     """Each kernel once."""
-    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, HALF]
+    found = [
+        *BY_PAGE.values(),
+        RAGGED,
+        *EXAMPLES,
+        *ROWS_AND_RAGGED,
+        *HARD,
+        *DIMS,
+        *BLOCKS,
+        *BLOCK_VARIANTS,
+        *FOLDED,
+        HALF,
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -23,7 +23,7 @@ def test_head_dims_dtypes_and_consts(case: Case, shape: tuple[int, ...], seed: i
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 777, 6, 2), (1, 257, 64, 7, 1)], ids=str)
-@pytest.mark.parametrize("case", cases.odd_cases(), ids=str)
+@pytest.mark.parametrize("case", [*cases.odd_cases(), *cases.folded_cases()], ids=str)
 def test_odd_variants(case: Case, shape: tuple[int, ...], seed: int) -> None:
     for given in cases.ODD_SCALARS.get(case.variant, [{}]):
         size = case.shape(*shape)

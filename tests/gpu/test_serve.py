@@ -30,7 +30,7 @@ def test_head_dims_and_half(served: Served, group: int, kind: str, seed: int) ->
 
 
 @pytest.mark.parametrize("kind", ["decode", "verify", "mixed"])
-@pytest.mark.parametrize("served", [*serve_cases.EXAMPLES, *serve_cases.ROWS_AND_RAGGED], ids=str)
+@pytest.mark.parametrize("served", [*serve_cases.EXAMPLES, *serve_cases.ROWS_AND_RAGGED, *serve_cases.FOLDED], ids=str)
 def test_variants(served: Served, kind: str, seed: int) -> None:
     """Planned for all keys, and for those that the mask shows."""
     lengths = lengths_of(kind, 2000, np.random.default_rng(seed))

@@ -88,13 +88,14 @@ class BuildOptions:
     arch: str = "sm_90a"
     layout: str = "dense"
     page_size: int | None = None
+    prepass: bool | None = None
     const: dict[str, object] = field(default_factory=dict)
 
     def for_variant(self, variant: Variant) -> dict[str, Any]:
         """Keyword arguments for the compiler: the const values that `variant` has, in their declared types."""
         return {
             "variant": variant.name, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
-            "dtype": self.dtype, "layout": self.layout, "page_size": self.page_size,
+            "dtype": self.dtype, "layout": self.layout, "page_size": self.page_size, "prepass": self.prepass,
             "const": own_values(variant, self.const, const=True),
         }  # fmt: skip
 
@@ -106,7 +107,7 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
         kv_dtype = given.pop("kv_dtype")
-        names = ("head_dim", "head_dim_vo", "dtype", "arch", "layout", "page_size")
+        names = ("head_dim", "head_dim_vo", "dtype", "arch", "layout", "page_size", "prepass")
         options = BuildOptions(**{name: given.pop(name) for name in names}, const=dict(given.pop("const")))
         _refuse_unsupported(options, kv_dtype)
         command(options=options, **given)
@@ -123,6 +124,9 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--layout", type=click.Choice(LAYOUTS), default="dense", show_default=True,
                      help="How requests lie in memory; ragged and paged kernels are for BatchAttention."),
         click.option("--page-size", type=int, metavar="N", help="Rows of a page, with --layout paged."),
+        click.option("--prepass/--no-prepass", default=None,
+                     help="Apply f_k and f_v by a kernel of their own, or in the attention kernel.  [default: each "
+                     "call chooses]"),
         click.option("--arch", type=click.Choice(ARCHITECTURES), default="sm_90a", show_default=True, help="Target."),
         click.option("--const", type=ASSIGNMENT, multiple=True, metavar="NAME=VALUE",
                      help="Value of a const parameter; may be repeated."),
@@ -141,6 +145,8 @@ def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None) -> None:
         raise click.ClickException("--layout paged: expected --page-size N, the rows of a page")
     if options.layout != "paged" and options.page_size is not None:
         raise click.ClickException("--page-size: goes with --layout paged")
+    if options.layout == "paged" and options.prepass:
+        raise click.ClickException("--prepass: a cache in pages is never copied; what works: --no-prepass")
     from attncc.compiler import MAX_PAGE_SIZE
 
     if options.page_size is not None and not 1 <= options.page_size <= MAX_PAGE_SIZE:

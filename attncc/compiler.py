@@ -31,6 +31,7 @@ PAGED = ("paged", "blocks")
 STAGES = ("ast", "ir", "py", "ptx", "sass")
 MAX_HEAD_DIM = 256
 POSITIONS = frozenset(("b", "i", "j", "qo_len", "kv_len"))
+OF_REQUEST = frozenset(("b", "qo_len", "kv_len"))
 MAX_PAGE_SIZE = 1 << 20  # rows
 
 
@@ -45,11 +46,7 @@ class Options:
     page_size: int | None  # rows of a page, where the layout is paged; keys of a block, where it is blocks
     arch: str
     const: Mapping[str, int | float | bool]
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel in the artifact."""
-        return "forward" if self.layout == "dense" else "serve"
+    prepass: bool | None = None  # are f_k and f_v applied before the kernel?  None: each call chooses
 
 
 # ---------------------------------------------------------------------- what users call
@@ -58,7 +55,7 @@ class Options:
 def compile(
     source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
     dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense",
-    page_size: int | None = None, arch: str = "sm_90a",
+    page_size: int | None = None, arch: str = "sm_90a", prepass: bool | None = None,
 ) -> Kernel:  # fmt: skip
     """The kernel of a variant, from the cache where it was built before.
 
@@ -66,12 +63,14 @@ def compile(
     `head_dim` of q and k, `head_dim_vo` of v and out (default: the same): multiples of 8 up to 256.  `dtype`:
     torch.bfloat16 or torch.float16 (or "bf16", "f16").  `const`: values of const parameters.  `layout`: what is
     built now, "dense", or for BatchAttention "ragged", "paged" with pages of `page_size` rows, or "blocks" of
-    `page_size` keys (plan_block_sparse); the others are built when they are asked for.
+    `page_size` keys (plan_block_sparse); the others are built when they are asked for.  `prepass`: dense or ragged k
+    and v go through f_k and f_v once, by a kernel of their own (True), in the attention kernel as often as it reads
+    them (False), or as each call, or plan, finds faster (None); caches in pages are never copied.
 
     Raises AttnError for what is wrong with the source or can't be done on the target, ValueError and TypeError for
     the other arguments.
     """
-    options = _options(head_dim, head_dim_vo, dtype, const, layout, page_size, arch)
+    options = _options(head_dim, head_dim_vo, dtype, const, layout, page_size, arch, prepass)
     src = _source(source)
     key = _key(src, variant, options)
     kernel = _kernels.get(key)
@@ -80,6 +79,7 @@ def compile(
 
         def build(layout: str, page_size: int | None) -> Artifact:
             """The same variant for another layout."""
+            _check_prepass(prepass, layout)
             return _artifact(src, variant, replace(options, layout=layout, page_size=page_size))
 
         kernel = _kernels.setdefault(key, Kernel(_artifact(src, variant, options), build=build))
@@ -100,11 +100,11 @@ def load(path: str | Path) -> Kernel:
 def reference(
     source: str | Path | Source, *, variant: str | None = None, head_dim: int, head_dim_vo: int | None = None,
     dtype: Any = "bf16", const: Mapping[str, object] | None = None, layout: str = "dense",
-    page_size: int | None = None, arch: str = "sm_90a", compute_dtype: Any = None,
+    page_size: int | None = None, arch: str = "sm_90a", prepass: bool | None = None, compute_dtype: Any = None,
 ) -> Reference:  # fmt: skip
     """The oracle: the variant as a plain function in float64 (or `compute_dtype`) on tensors of any float dtype,
     anywhere.  Takes the arguments of `compile`; honours every feature of the language and every layout (`.ragged`,
-    `.paged`), whatever `layout`, `page_size` and `arch` say.  Raises as `compile` does."""
+    `.paged`), whatever `layout`, `page_size`, `arch` and `prepass` say.  Raises as `compile` does."""
     import torch
 
     from attncc.ir.reference import Reference
@@ -177,11 +177,26 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     emitted, config = generated(special, options)
     import tempfile
 
+    from attncc.codegen import prepass
     from attncc.codegen.build import build
 
+    transforms = config.f_k or config.f_v
+    if options.prepass and not transforms:
+        raise ValueError(
+            f"prepass: expected None or False, since {written.name} transforms neither k nor v, found True"
+        )
+    ahead = transforms and options.prepass is not False and options.layout in prepass.LAYOUTS
+    parts = [] if ahead and options.prepass else [(config.name, build, emitted, config)]
+    if ahead:
+        other, plain = generated(prepass.prepared(special, config), options)
+        plain = replace(plain, prepared=True)
+        parts += [(plain.name, build, other, plain), (prepass.NAME, prepass.build, emitted, config)]
+    kernels, files = {}, {}
     with tempfile.TemporaryDirectory(prefix="attncc-build-") as work_dir:
-        result = build(emitted, config, work_dir)
-    return _manifest(src, written, special, options, result["kernel"]), result["files"]
+        for name, make, *part in parts:
+            kernels[name], made = make(*part, work_dir)
+            files |= made
+    return _manifest(src, written, special, options, kernels), files
 
 
 def _artifact(src: Source, variant: str | None, options: Options) -> Artifact:
@@ -227,10 +242,10 @@ def show(source: str | Path | Source, stage: str, *, variant: str | None = None,
         return print_variant(special)
     found = _artifact(src, variant, chosen)
     if stage == "ptx":
-        return (found.path / f"{chosen.kernel}.ptx").read_text(encoding="utf-8")
+        return "\n".join((found.path / f"{name}.ptx").read_text(encoding="utf-8") for name in found.cubins)
     from attncc.codegen.cubin import disassemble
 
-    return disassemble(found.cubins[chosen.kernel])
+    return "\n".join(map(disassemble, found.cubins.values()))
 
 
 def show_ast(source: str | Path | Source, variant: str | None = None) -> str:
@@ -260,7 +275,7 @@ def _source(source: str | Path | Source) -> Source:
 
 def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     defaults = {"head_dim_vo": None, "dtype": "bf16", "const": None, "layout": "dense",
-                "page_size": None, "arch": "sm_90a"}  # fmt: skip
+                "page_size": None, "arch": "sm_90a", "prepass": None}  # fmt: skip
     for name in options:
         if name != "head_dim" and name not in defaults:
             raise TypeError(f"{name}: unknown option; there are head_dim, {', '.join(defaults)}")
@@ -270,7 +285,7 @@ def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(
-    head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, page_size: Any, arch: Any
+    head_dim: Any, head_dim_vo: Any, dtype: Any, const: Any, layout: Any, page_size: Any, arch: Any, prepass: Any = None
 ) -> Options:  # fmt: skip
     """Checked options.  Raises ValueError and TypeError naming the argument."""
     dims = _dims(head_dim, head_dim_vo)
@@ -282,10 +297,22 @@ def _options(
     for name, value, works in (("layout", layout, LAYOUTS), ("arch", arch, ARCHITECTURES)):
         if value not in works:
             raise ValueError(f"{name}: expected one of {', '.join(map(repr, works))}, found {value!r}")
+    _check_prepass(prepass, layout)
     return Options(
         dims["head_dim"], dims["head_dim_vo"], DTYPES[str(dtype)], layout, _page_size(layout, page_size), arch,
-        _const_values(const),
+        _const_values(const), prepass,
     )  # fmt: skip
+
+
+def _check_prepass(prepass: Any, layout: str) -> None:
+    if prepass is not None and not isinstance(prepass, bool):
+        raise TypeError(f"prepass: expected None, True or False, found {type(prepass).__name__}")
+    if prepass and layout in PAGED:
+        what = "a cache in pages" if layout == "paged" else "keys listed in blocks"
+        raise ValueError(
+            f"prepass: expected None or False with layout {layout!r}, since a pre-pass would copy {what}, of which a "
+            f"call may read a small part, found True; nearest: f_k and f_v in the kernel (prepass=False)"
+        )
 
 
 def _page_size(layout: str, page_size: Any) -> int | None:
@@ -372,7 +399,7 @@ def _key(src: Source, variant: str | None, options: Options) -> str:
     return cache.key_of({"source": src.text, "variant": variant, "options": asdict(options), "schema": SCHEMA})
 
 
-def _manifest(src: Source, written: Variant, special: Variant, options: Options, kernel: dict) -> dict[str, Any]:
+def _manifest(src: Source, written: Variant, special: Variant, options: Options, kernels: dict) -> dict[str, Any]:
     import hashlib
 
     from attncc import __version__
@@ -401,7 +428,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
         "tensors": [
             {"name": t.name, "dims": dims_of(t), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
         ],
-        "kernels": {options.kernel: kernel},
+        "kernels": kernels,
     }  # fmt: skip
 
 
@@ -413,4 +440,5 @@ def _served(special: Variant, options: Options) -> dict[str, Any]:
     reads = frozenset[str]().union(*(leaves(e) for _, e in special.expressions()))
     return {
         "page_size": options.page_size, "visible": work.visible(special), "positions": sorted(reads & POSITIONS),
+        "keys_by_request": sorted((leaves(special.f_k) | leaves(special.f_v)) & OF_REQUEST),
     }  # fmt: skip

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attncc.diagnostics import NOWHERE
-from attncc.ir.nodes import Expr, Load, Param, Variant, objects
+from attncc.ir.fold_vectors import fold_vectors, weight_of
+from attncc.ir.nodes import SLOT_DEFAULTS, Expr, Load, Param, Variant, objects
 from attncc.ir.ranges import TileRanges, tile_ranges
 from attncc.ir.ranges_clauses import whole_mask
+from attncc.runtime import routes
 
 if TYPE_CHECKING:
     import numpy as np
 
 COLUMNS, ROWS = 64, 32  # of the text map, at most
+EXAMPLE_HEADS, EXAMPLE_SMS = (32, 8), 132  # of a call whose f_k and f_v are weighed
 GLYPHS = {"empty": "·", "partial": "▒", "full": "█"}
 COLOURS = {"empty": "#eceff1", "partial": "#ffb74d", "full": "#1565c0"}
 
@@ -58,7 +61,8 @@ class Explanation:
         rows, columns = self.classes.shape
         head = f"{self.variant.name}: {self.qo_len} queries x {self.kv_len} keys"
         head += f" in {rows} x {columns} tiles of {self.tile_q} x {self.tile_kv}"
-        parts = (self._given(), self._map(), self._counts(), self._notes())
+        parts = (self._given(), self._map(), self._counts(), self._keys(), self._notes())
+        parts = tuple(part for part in parts if part)
         return "\n".join([head, *("\n".join(f"  {line}".rstrip() for line in part) + "\n" for part in parts)])
 
     def _given(self) -> list[str]:
@@ -84,6 +88,25 @@ class Explanation:
         total = max(1, self.classes.size)
         return [f"{name:<8}{n:>10}  {n / total:>6.1%}  {cost[name]}" for name, n in self.counts.items()] + [
             f"skipped: {self.skipped:.1%} of the work; of the tiles computed, {self.masked:.1%} run mask code"
+        ]
+
+    def _keys(self) -> list[str]:
+        """What f_k and f_v cost, and which way a call would go."""
+        v = fold_vectors(self.variant)
+        slots = ["f_k"] * (v.f_k != SLOT_DEFAULTS["f_k"]) + ["f_v"] * (
+            weight_of(v) is None and v.f_v != SLOT_DEFAULTS["f_v"]
+        )
+        if not slots:
+            return []
+        visited = int((self.classes > 0).sum()) * self.tile_kv
+        features, (heads, kv_heads), sms = 128 * len(slots), EXAMPLE_HEADS, EXAMPLE_SMS
+        found = routes.costs(keys=kv_heads * self.kv_len, reads=heads * visited, features=features, sm_count=sms)
+        better = "a pre-pass" if found.prepass < found.fused else "the kernel"
+        return [
+            f"{' and '.join(slots)}: each key is read {visited / self.kv_len:.1f} times a query head",
+            f"of {features} features for {heads} heads over {kv_heads} on {sms} SMs: {1e6 * found.fused:.1f} µs in the "
+            f"kernel, {1e6 * found.prepass:.1f} µs by a pre-pass",
+            f"left to the call, dense or ragged keys go through {better}; pages always through the kernel",
         ]
 
     def _notes(self) -> list[str]:

@@ -67,7 +67,7 @@ def builds(monkeypatch):
             "source": "tma", "chunk": 8,
         }  # fmt: skip
         files = {f"{config.name}.cubin": emitted.text.encode(), f"{config.name}.ptx": b"// ptx", "functors.py": b""}
-        return {"files": files, "kernel": kernel}
+        return kernel, files
 
     module = ModuleType("attncc.codegen.build")
     module.build = build  # type: ignore[attr-defined]
@@ -285,8 +285,6 @@ def test_a_const_that_makes_a_divisor_zero_is_an_error_with_its_place(call):
 
 REFUSED = {
     "f_q = rope(q, i)": (2, "kernels can't transform q yet (slot f_q)"),
-    "f_k = l2norm(k)": (2, "kernels can't transform k yet (slot f_k)"),
-    "f_v = v * v": (2, "kernels can't transform v yet (slot f_v)"),
     "emit peak[h] = max(l)": (2, "kernels can't emit yet (emit peak)"),
     "tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)": (
         3,
@@ -327,10 +325,22 @@ def test_a_rope_that_does_not_fit_the_head_dims_is_refused(builds, body):
 
 
 def test_everything_refused_is_said_at_once(builds):
-    source = "attention x():\n    f_q = q * q\n    f_k = k * k\n    emit n[h] = sum(1.0)\n"
+    source = "attention x():\n    f_q = q * q\n    emit m[h] = max(l)\n    emit n[h] = sum(1.0)\n"
     with pytest.raises(AttnError) as e:
         attncc.compile(source, head_dim=64)
     assert [d.span.line for d in e.value.diagnostics] == [2, 3, 4]
+
+
+def test_a_pre_pass_is_refused_where_there_is_nothing_to_do_or_a_cache_to_copy(builds):
+    with pytest.raises(ValueError, match="prepass: expected None or False, since x transforms neither k nor v"):
+        attncc.compile("attention x():\n    mask = j <= i\n", head_dim=64, prepass=True)
+    turned = "attention x():\n    f_k = rope(k, j)\n"
+    for kind, what in (("paged", "a cache in pages"), ("blocks", "keys listed in blocks")):
+        with pytest.raises(ValueError, match=f"prepass: expected None or False with layout '{kind}'.*{what}"):
+            attncc.compile(turned, head_dim=64, layout=kind, page_size=16, prepass=True)
+    with pytest.raises(TypeError, match="prepass: expected None, True or False, found int"):
+        attncc.compile(turned, head_dim=64, prepass=1)
+    assert builds == []
 
 
 def test_a_transform_that_simplifies_away_is_no_transform(builds):

@@ -60,10 +60,10 @@ class SpillError(BuildError):
     """The kernel needs more registers than there are."""
 
 
-def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
+def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict, dict[str, bytes]]:
     """Compile one kernel; where a heavy functor spills, again with fewer keys a block.
 
-    Returns {"files": {name: bytes}, "kernel": the manifest's entry}.  `work_dir` must exist; intermediate files stay
+    Returns (the manifest's entry, {name: bytes}).  `work_dir` must exist; intermediate files stay
     there.  Raises BuildError where the result breaks one of the gates of `check`.
     """
     if config.served:
@@ -78,7 +78,7 @@ def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
             config = narrower
 
 
-def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> dict:
+def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict, dict[str, bytes]]:
     require_dsl()
     began = time.perf_counter()
     fn = import_functors(emitted.text, Path(work_dir))
@@ -99,8 +99,9 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
     }  # fmt: skip
     if config.served:
         kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk, "starts_early": True}
-    files = {f"{config.name}.cubin": cubin, f"{config.name}.ptx": ptx.encode(), "functors.py": emitted.text.encode()}
-    return {"files": files, "kernel": kernel}
+    functors = "prepared_functors.py" if config.prepared else "functors.py"
+    files = {f"{config.name}.cubin": cubin, f"{config.name}.ptx": ptx.encode(), functors: emitted.text.encode()}
+    return kernel, files
 
 
 def build_small(kernel, host, name: str, params, threads: int, work_dir: Path, *constants) -> tuple[dict, dict]:

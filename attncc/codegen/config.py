@@ -58,6 +58,10 @@ class KernelConfig:
     key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
     weight_factor: bool  # a key has a factor of its weight
     factors_by_row: bool  # ... and these differ between the rows of a packed tile
+    # what is applied to blocks of keys before they are multiplied
+    f_k: bool = False
+    f_v: bool = False
+    prepared: bool = False  # what a pre-pass made of k and v comes in
     # where keys and queries lie
     layout: str = "dense"
     page_unit: int = 0  # paged, blocks: the page size, or the keys of a block, is a multiple of it
@@ -72,7 +76,7 @@ class KernelConfig:
     @property
     def name(self) -> str:
         """Of the kernel, in manifests and file names."""
-        return "serve" if self.served else "forward"
+        return "prepared" if self.prepared else "serve" if self.served else "forward"
 
     @property
     def chunk(self) -> int:
@@ -238,7 +242,7 @@ def choose(
         mask=mask, counted=counted, row_bounds=ranges.contiguous and not listed, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
-        f_q="f_q" in slots, epilogue="epilogue" in slots,
+        f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
         turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,

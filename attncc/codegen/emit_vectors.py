@@ -47,9 +47,12 @@ class SlotWriter:
 
     def write(self, result: Expr) -> tuple[tuple, ...]:
         """The functions; what the steps are."""
-        from .emit import Guards
+        from .emit import SEEN, Guards
 
         m, described, counts = self.m, [], {"sum": 0, "rope": 0}
+        own = Guards()
+        if SEEN in self.args:  # a row of keys may be one that does not exist
+            self.everywhere, own = self.everywhere.plus(SEEN, True), own.plus(SEEN, True)
         m.known = {}
         for k, step in enumerate(steps_of(result)):
             name, kind = f"{self.slot}_{k}", "rope" if isinstance(step, Rope) else "sum"
@@ -60,7 +63,7 @@ class SlotWriter:
                 described.append(("sum",))
             m.known[step] = f"{'turned' if kind == 'rope' else 'sums'}[{counts[kind]}]"
             counts[kind] += 1
-        self.function(self.slot, Guards(), result)
+        self.function(self.slot, own, result)
         m.known = {}
         return tuple(described)
 

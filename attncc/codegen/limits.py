@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
-from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import SLOT_DEFAULTS, Variant
 
 from .vectors import own_names, ropes
@@ -47,12 +46,6 @@ def written(slot: str) -> Callable[[Variant], Iterator[Found]]:
     return find
 
 
-def transformed_values(v: Variant) -> Iterator[Found]:
-    """f_v, where it is more than a factor of each key."""
-    if v.f_v != SLOT_DEFAULTS["f_v"] and weight_of(v) is None:
-        yield v.span_of("f_v"), "f_v"
-
-
 def domains(v: Variant) -> Iterator[Found]:
     if v.domain is not None:
         yield v.domain.span, v.domain.tensor
@@ -72,9 +65,7 @@ LIMITS: tuple[Limit, ...] = (
             slot, f"a transform of {x} that is more than a factor", found,
             f"kernels can't transform {x} yet (slot {{}})", f"apply it to {x} before the call",
         )
-        for slot, x, found in (
-            ("f_q", "q", written("f_q")), ("f_k", "k", written("f_k")), ("f_v", "v", transformed_values),
-        )
+        for slot, x, found in (("f_q", "q", written("f_q")),)
     ),
     Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
           "say which keys exist in mask"),

@@ -30,7 +30,7 @@ from attncc.ir.rewrite import simplify_expr
 
 # vector, its features, and what tells rows apart
 SLOTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "f_q": ("q", "d", ("i", "iq")), "f_k": ("k", "d", ("j",)), "f_v": ("v", "e", ("j",)),
+    "f_q": ("q", "d", ("i", "iq")), "f_k": ("k", "d", ("j", "seen")), "f_v": ("v", "e", ("j", "seen")),
     "epilogue": ("o", "e", ("i", "iq", "lse")),
 }  # fmt: skip
 COMMON = frozenset(("num_qo_heads", "num_kv_heads", "group_size"))  # leaves that a table of frequencies may depend on

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import block_sparse, launch, prefix
+from attncc.runtime import block_sparse, launch, prefix, routes
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
 from attncc.runtime.arena import Arena
@@ -109,8 +109,9 @@ class BatchAttention:
         self._planned: Planned | None = None
         self._bindings: dict[tuple, Any] = {}
         self._blocks: dict[int, Served] = {}
+        self._prepared: Served | None = None  # the kernel that a pre-pass comes before, once a plan has asked for it
         self._held: set[serving.Limit] = set()  # what tensors of captured runs have,
-        self._held_kinds: set[tuple[str, int | None]] = set()  # how these lie,
+        self._held_kinds: set[tuple[str, int | None, str]] = set()  # how these lie,
         self._held_scalars: dict[Planned, list[Sequence[int | float]]] = {}  # and by plan their scalars
         self._lock = threading.Lock()
 
@@ -155,11 +156,17 @@ class BatchAttention:
         table = serving.table(self._served.page_size, qo_indptr, kv_indptr, kv_indices, last_page_len)
         batch = planning.Batch(table.qo_indptr, table.kv_start, table.kv_len)
         visible = self._visible_keys(values)
-        if shared_prefix == "auto" and table.kv_indices is not None:
+        served = self._served
+        if shared_prefix == "auto" and table.kv_indices is not None and not served.manifest.get("keys_by_request"):
             made = prefix.auto(self._shape, batch, table.kv_indices, visible)
+        elif routes.PREPASS in served.manifest["kernels"]:
+            served = self._route(batch)
+            made = planning.plan(replace(self._shape, tile_kv=served.loaded.entry["tile_kv"]), batch, visible)
+            if served.first is not None:
+                made = planning.with_requests(made, batch)
         else:
             made = planning.plan(self._shape, batch, visible)
-        self._adopt_tables([table], values, made)
+        self._adopt_tables(served, [table], values, made)
 
     def plan_cascade(self, levels: Sequence[Sequence[Any]], **scalars: Any) -> None:
         """Plan a batch whose requests share keys: a level is (qo_indptr, kv_indptr, kv_indices, last_page_len) as in
@@ -168,10 +175,22 @@ class BatchAttention:
         Outermost level first: a row sees the keys of its group in every level, one after another, and positions count
         through all of them.  Groups lie inside those of the level before; those of the last level are the requests.
         """
+        if self._served.first is not None:
+            raise ValueError(
+                "plan_cascade: expected a kernel that transforms k and v itself, since rows that share keys may have "
+                "them at different positions, found one built with prepass=True; nearest: prepass=None or False"
+            )
         values = self._plan_scalars(scalars)
         tables = serving.levels(self._served.page_size, levels)
+        own = self._served.manifest.get("keys_by_request")
+        if own and len(tables) > 1:
+            raise ValueError(
+                f"levels: expected one, since requests can't share keys of which f_k or f_v of {self._spec.name} makes "
+                f"what depends on the request ({', '.join(own)}), found {len(tables)}; nearest: plan"
+            )
         batches = [planning.Batch(t.qo_indptr, t.kv_start, t.kv_len) for t in tables]
-        self._adopt_tables(tables, values, plan_levels(self._shape, batches, self._visible_keys(values)))
+        made = plan_levels(self._shape, batches, self._visible_keys(values))
+        self._adopt_tables(self._served, tables, values, made)
 
     def plan_block_sparse(
         self, indptr: Any, indices: Any, *, block_rows: int, block_cols: int, qo_len: int | None = None,
@@ -243,8 +262,23 @@ class BatchAttention:
         self._bound = values, self._visible.bind({**known, "group_size": self._shape.group_size})
         return self._bound[1]
 
-    def _adopt_tables(self, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
-        planned = Planned(self._served, serving.needs(tables), tuple(values))
+    def _route(self, batch: planning.Batch) -> Served:
+        """The kernel for ragged keys that may go through a pre-pass first."""
+        main = self._served
+        tiles = -(-np.diff(batch.qo_indptr) * self._shape.group_size // self._shape.tile_q)
+        keys, reads = (int(n.sum()) * self._shape.num_kv_heads for n in (batch.kv_len, tiles * batch.kv_len))
+        name = routes.choose(main.manifest, keys, reads, main.loaded.sm_count)
+        held = {kind[2] for kind in self._held_kinds}
+        if held and name not in held:
+            name = main.loaded.name if main.loaded.name in held else routes.PREPARED
+        if name == main.loaded.name:
+            return main
+        if self._prepared is None:
+            self._prepared = Served(main.loaded.other(name), main.manifest)
+        return self._prepared
+
+    def _adopt_tables(self, served: Served, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
+        planned = Planned(served, serving.needs(tables), tuple(values))
         self._adopt(planned, made, [t.kv_indices for t in tables if t.kv_indices is not None])
 
     def _adopt(self, planned: Planned, made: planning.Plan, ids: Sequence[np.ndarray]) -> None:
@@ -252,15 +286,15 @@ class BatchAttention:
         is refused."""
         if self._held_kinds and planned.served.kind not in self._held_kinds:
             raise ValueError(
-                "plan: expected keys that lie as those of captured runs, found blocks beside pages or rows"
+                "plan: expected keys that lie as those of captured runs, and a kernel as they launch, found others"
             )
         hint = "; a captured run holds it"
         serving.check_fit([limit for limit in self._held if limit[0] != "rows"], planned.needs, True, hint)
         self._check_held_scalars(planned.scalars)
         made.header[2] = planned.needs["rows"]  # a launch with fewer rows does nothing
         parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
-        if made.row_request is not None and made.requests is not None:
-            parts |= {"row_request": made.row_request, "requests": made.requests}
+        lists = {"row_request": made.row_request, "requests": made.requests}
+        parts |= {name: x for name, x in lists.items() if x is not None}
         self._make_room(sum(map(len, ids)), parts)
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
             made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
@@ -393,9 +427,9 @@ class BatchAttention:
         elif unfit:
             bound = Copies(self._run, frozenset(unfit))
         else:
-            binding = served.bind(sizes, tensors, written, self._addresses())
+            binding, first = served.bind(sizes, tensors, written, self._addresses())
             zeros = 0 if k.numel() else self._arena.address("zeros")
-            bound = ServedLaunch(served, binding, results, zeros, self._run, self._hold)
+            bound = ServedLaunch(served, binding, results, zeros, self._run, self._hold, first)
         bound.requires_grad = any(t.requires_grad for t in (*tensors, out, lse) if t is not None)
         bound.limits, bound.planned = serving.limits(spec, sizes, rest), None
         with self._lock:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import launch
+from attncc.runtime import launch, prepass, routes
 from attncc.runtime.artifact import Artifact
 from attncc.runtime.driver import driver as cuda_driver
 from attncc.runtime.results import Copies, Nothing, Results
@@ -121,11 +121,12 @@ class Kernel:
     def _checked(self, artifact: Artifact) -> Artifact:
         """The artifact, where it is one that this runtime can launch."""
         m = artifact.manifest
-        name = KERNELS.get(m["layout"])
-        if m["dtype"] not in check.DTYPES or sorted(m["kernels"]) != [name]:
+        name, others = KERNELS.get(m["layout"]), [routes.PREPARED, routes.PREPASS]
+        if m["dtype"] not in check.DTYPES or list(m["kernels"]) not in ([name], [name, *others], others):
             kind = (m["layout"], m["dtype"], *sorted(m["kernels"]))
             raise ValueError(f"artifact {artifact.path}: {', '.join(kind)}: not a kind of kernel that this attncc runs")
-        launch.check_params(m["kernels"][name], check.Spec.of(m, self._device_type), m["layout"])
+        for kernel in m["kernels"].values():
+            launch.check_params(kernel, check.Spec.of(m, self._device_type), m["layout"])
         return artifact
 
     def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
@@ -178,15 +179,24 @@ class Kernel:
         return bound
 
     def _bind_launch(self, sizes: check.Sizes, results: Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any):
-        entry, spec = self.serving("dense").manifest["kernels"]["forward"], self._spec
+        spec, q, k, v = self._spec, *tensors[:3]
+        device = self.loaded(results.device)
+        tile_q = device.entry["tile_q"]
+        reads = routes.dense_reads(tile_q, sizes.batch, sizes.qo_len, sizes.kv_len, sizes.num_qo_heads)
+        keys = sizes.batch * sizes.kv_len * sizes.num_kv_heads
+        device = device.other(routes.choose(self.serving("dense").manifest, keys, reads, device.sm_count))
+        before = device.other(routes.PREPASS) if device.name == routes.PREPARED and keys else None
+        entry = device.entry
         fields = launch.geometry(entry, spec, sizes)
         for param, t in zip(spec.tensors, tensors[3:], strict=True):
             fields |= launch.tensor_fields(param, t.shape, t.stride())
-        device = self.loaded(results.device)
-        q, k, v = tensors[:3]
         written = torch.empty(results.out_shape, dtype=results.dtype, device="meta") if out is None else out
         maps, unfit = {}, []
-        for name, t in (("q", q), ("k", k), ("v", v), ("out", written)):
+        named = {"q": q, "k": k, "v": v, "out": written}
+        if before is not None:
+            unfit = [name for name in before.entry["of"] if prepass.unfit(named[name])]
+            named |= {name: prepass.written(before.entry, name, named[name]) for name in "kv"}
+        for name, t in named.items():
             key = "map_o" if name == "out" else f"map_{name}"
             encoded = device.encode(t, self.manifest["dtype"], entry["tma"][key], q.data_ptr())
             if encoded is None:
@@ -202,7 +212,8 @@ class Kernel:
         binding.set_maps(maps)
         binding.set_fields(fields)
         take = self._workspaces[results.device, "dense", None].take
-        return _Launch(self, device, take, binding, results, empty_kv=sizes.kv_len == 0)
+        first = None if before is None else prepass.Prepass(before, spec, k, v, fields, {})
+        return _Launch(self, device, take, binding, results, empty_kv=sizes.kv_len == 0, first=first)
 
     def loaded(self, where: torch.device, layout: str = "dense", page_size: int | None = None) -> launch.Loaded:
         """The kernel for a layout, loaded on a device once for all who launch it.  Raises as `serving`, and as
@@ -224,9 +235,11 @@ class _Launch:
 
     def __init__(
         self, kernel: Kernel, device: launch.Loaded, take: Callable[[int, bool], tuple[int, int, Any]],
-        binding: launch.Binding, results: Results, empty_kv: bool,
+        binding: launch.Binding, results: Results, empty_kv: bool, first: prepass.Prepass | None,
     ):  # fmt: skip
+        """`first`: the pre-pass that makes its k and v."""
         spec = kernel._spec
+        self._first = first
         self._kernel, self._driver, self._binding = kernel, device.driver, binding
         self._index, self._take = device.index, take
         self._results, self._empty_kv = results, empty_kv
@@ -253,6 +266,9 @@ class _Launch:
         tickets, zeros, alive = self._take(stream, driver.is_capturing(stream))
         if self._empty_kv:
             k = v = zeros
+        if self._first is not None:
+            made = self._first.call(tensors, scalars, stream)
+            k, v = made[1].data_ptr(), made[2].data_ptr()
         with binding.lock:
             self._q.value = q
             self._k.value = k

@@ -45,11 +45,16 @@ KNOWN = {
     "dense": {*MAPS, *GEOMETRY, "lse", "tickets"},
     "served": {"map_k", "map_v", "k", "v", "q", "out", "lse", *ARENA, *KV_STRIDES, *ROW_STRIDES, *COUNTS},
 }
+OF_PREPASS = {
+    "k", "k_out", "v", "v_out", "requests", "header", "batch", "rows", "qo_len", "kv_len", "num_qo_heads",
+    "num_kv_heads", "group_size", *(f"{x}_{dim}_stride" for x in "kv" for dim in ("batch", "row", "head")),
+}  # fmt: skip
 
 
 def check_params(kernel: Mapping[str, Any], spec: Spec, layout: str = "dense") -> None:
     """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly."""
-    known = {*KNOWN["dense" if layout == "dense" else "served"], *(f"s.{s.name}" for s in spec.scalars)}
+    own = OF_PREPASS if "of" in kernel else KNOWN["dense" if layout == "dense" else "served"]
+    known = {*own, *(f"s.{s.name}" for s in spec.scalars)}
     known |= {f"t.{t.name}" for t in spec.tensors}
     pairs = ("iq", "j") if layout == "dense" else ("j",)  # index spaces of two dimensions
     dims = {f"t.{t.name}": sum(2 if d in pairs else 1 for d in t.dims) for t in spec.tensors}
@@ -93,14 +98,25 @@ def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int
 
 
 class Loaded:
-    """The one kernel of an artifact, loaded on one device."""
+    """A kernel of an artifact, loaded on one device."""
 
-    def __init__(self, driver: Any, artifact: Artifact, where: torch.device):
-        ((name, self.entry),) = artifact.manifest["kernels"].items()
+    def __init__(self, driver: Any, artifact: Artifact, where: torch.device, name: str | None = None):
+        """`name`: which; None: the first one."""
+        self.name = name or next(iter(artifact.manifest["kernels"]))
+        self.entry = artifact.manifest["kernels"][self.name]
         self.driver, self.index = driver, where.index or 0
-        self.function = driver.load(artifact.cubins[name], self.entry, artifact.manifest["arch"], self.index)
+        self.function = driver.load(artifact.cubins[self.name], self.entry, artifact.manifest["arch"], self.index)
         self.sm_count = driver.sm_count(self.index)
         self._maps = MapCache(driver.encode)
+        self._artifact, self._where, self._others = artifact, where, dict[str, Loaded]()
+
+    def other(self, name: str) -> Loaded:
+        """Another kernel of the artifact."""
+        if name == self.name:
+            return self
+        if name not in self._others:
+            self._others.setdefault(name, Loaded(self.driver, self._artifact, self._where, name))
+        return self._others[name]
 
     def encode(self, t: Any, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:
         """The tensor map of a tensor of four dimensions; None where TMA can't address its strides."""

@@ -73,13 +73,13 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """int32 arrays in C order, ready to be copied; `partial_rows` is how many the plan uses."""
 
-    header: np.ndarray  # [4]: tickets, lanes, 0, 0
+    header: np.ndarray  # [4]: tickets, lanes, rows, and how many `requests` a pre-pass may ask
     items: np.ndarray  # [n, 16]
     targets: np.ndarray  # [n, 8]
     sources: np.ndarray  # [n]
     partial_rows: int
     row_request: np.ndarray | None = None  # [rows]; with `requests` only where some item has REQUEST -1
-    requests: np.ndarray | None = None  # [B, 4]
+    requests: np.ndarray | None = None  # [B, 4]; of ragged keys that go through a pre-pass, too
 
 
 def capacity(shape: Shape) -> dict[str, int]:
@@ -134,6 +134,13 @@ def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
         if shape.batch_invariant:
             raise ValueError(f"partial_rows: expected at least {used}, found {shape.partial_rows}")
         coarser *= 2
+
+
+def with_requests(made: Plan, batch: Batch) -> Plan:
+    """The plan, with what a pre-pass over ragged keys must know: Q_START, QO_LEN, KV_LEN, first row of each request."""
+    made.header[3] = len(batch.kv_len)
+    columns = (batch.qo_indptr[:-1], np.diff(batch.qo_indptr), batch.kv_len, batch.kv_start)
+    return made._replace(requests=np.ascontiguousarray(np.stack(columns, 1), np.int32))
 
 
 def check_maxima(shape: Shape, qo_indptr: np.ndarray) -> None:

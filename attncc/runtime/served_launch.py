@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import launch
+from attncc.runtime import launch, prepass, routes
 from attncc.runtime.arguments import I32_MAX, Spec
 from attncc.runtime.results import Copies, Results
 from attncc.runtime.tensor_map import ALIGNMENT
@@ -31,16 +31,20 @@ class Served:
         self.page_size: int | None = manifest["page_size"]  # ... or keys of a block
         self.blocks = manifest["layout"] == "blocks"
         self.pages = None if self.blocks else self.page_size
-        self.kind = (manifest["layout"], self.page_size)
+        self.first = loaded.other(routes.PREPASS) if loaded.name == routes.PREPARED else None
+        self.kind = (manifest["layout"], self.page_size, loaded.name)
 
     def bind(
         self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
-    ) -> launch.Binding:
-        """The launch of a run with tensors like q, k, v, parameters, and `out`.  ValueError where the kernel can't
-        address k or v."""
+    ) -> tuple[launch.Binding, prepass.Prepass | None]:
+        """The launch of a run with tensors like q, k, v, parameters, and `out`, and of what comes before it.
+        ValueError where the kernel can't address k or v."""
         q, k, v, *rest = tensors
         if self.pages is None:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
+        given = k, v
+        if self.first is not None:
+            k, v = (prepass.written(self.first.entry, name, t) for name, t in (("k", k), ("v", v)))
         fields = {
             "rows": len(q), "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
             "group_size": sizes.num_qo_heads // sizes.num_kv_heads, "page_size": self.page_size or 0,
@@ -59,7 +63,8 @@ class Served:
             check_reach("v", v.shape, units["v"])
         binding = launch.Binding(self.loaded.entry, self.loaded.function, self.loaded.sm_count)
         if self.loaded.entry["source"] == "tma":
-            binding.set_maps({f"map_{name}": self._map(name, t) for name, t in (("k", k), ("v", v))})
+            near = q.data_ptr()  # maps are encoded for some address, and used with others
+            binding.set_maps({f"map_{name}": self._map(name, t, near) for name, t in (("k", k), ("v", v))})
         else:
             for name, strides in units.items():
                 if self.blocks and self.page_size:  # runs of rows; kernels count modulo 2³²
@@ -68,10 +73,15 @@ class Served:
         binding.set_fields(fields)
         for name, address in addresses.items():
             binding.cell(name).value = address
-        return binding
+        if self.first is None or not k.numel():
+            return binding, None
+        for name, t in zip("kv", given, strict=True):
+            key_strides(name, t)
+        fields |= {"qo_len": 0, "kv_len": 0}  # a request's own
+        return binding, prepass.Prepass(self.first, self.spec, *given, fields, addresses)
 
-    def _map(self, name: str, t: torch.Tensor) -> bytes:
-        encoded = self.loaded.encode(t, self.manifest["dtype"], self.loaded.entry["tma"][f"map_{name}"], t.data_ptr())
+    def _map(self, name: str, t: torch.Tensor, near: int) -> bytes:
+        encoded = self.loaded.encode(t, self.manifest["dtype"], self.loaded.entry["tma"][f"map_{name}"], near)
         if encoded is None:
             raise ValueError(
                 f"{name}: expected strides that TMA can address, found {list(t.stride())}; pass {name}.contiguous()"
@@ -123,12 +133,12 @@ class ServedLaunch:
 
     def __init__(
         self, served: Served, binding: launch.Binding, results: Results, empty_kv: int, run: Callable[..., Any],
-        hold: Callable[[ServedLaunch, Sequence[int | float]], None],
+        hold: Callable[[ServedLaunch, Sequence[int | float]], None], first: prepass.Prepass | None = None,
     ):  # fmt: skip
         """`empty_kv`: where k and v point that have no element, else 0.  `run`: the same run with other tensors.
-        `hold`: told of a run that a graph captures."""
+        `hold`: told of a run that a graph captures.  `first`: the pre-pass that makes its k and v."""
         spec, loaded = served.spec, served.loaded
-        self._binding, self._results, self._empty_kv = binding, results, empty_kv
+        self._binding, self._results, self._empty_kv, self._first = binding, results, empty_kv, first
         self._driver, self._index, self._run, self._hold = loaded.driver, loaded.index, run, hold
         prefix = "map_" if loaded.entry["source"] == "tma" else ""
         self._q, self._k, self._v, self._o = (binding.cell(n) for n in ("q", f"{prefix}k", f"{prefix}v", "out"))
@@ -152,6 +162,9 @@ class ServedLaunch:
         stream = driver.current_stream(self._index)
         if driver.is_capturing(stream):
             self._hold(self, scalars)
+        if self._first is not None:
+            made = self._first.call(tensors, scalars, stream)
+            k, v = made[1].data_ptr(), made[2].data_ptr()
         with binding.lock:
             self._q.value = q
             self._k.value = k

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import simulated as sim
 import torch
-from gpu.cases import example
+from gpu.cases import example, keys_case
+from gpu.rounded import rounded_keys
 from ptx.serve import ServeDriver
 
 import attncc
@@ -94,6 +95,13 @@ CASES = [
 @pytest.mark.parametrize("served, block_rows, lengths, heads", CASES, ids=str)
 def test_variants(served: Served, block_rows: int, lengths: tuple[int, int], heads: tuple[int, int]) -> None:
     plan_and_check(batch(served, lengths, heads), block_rows)
+
+
+@pytest.mark.parametrize("variant, size", [("of_requests", 5), ("normed_values", 16), ("turned_keys", 1)])
+def test_transformed_keys(variant: str, size: int) -> None:
+    """A key stands where the list says."""
+    with rounded_keys(torch.bfloat16):
+        plan_and_check(batch(Served(keys_case(variant), size, blocks=True), (40, 333), (4, 2)), 7)
 
 
 def test_pieces_are_merged() -> None:

@@ -26,17 +26,19 @@ class Case:
     head_dim_vo: int | None = None
     dtype: str = "bf16"
     const: tuple[tuple[str, object], ...] = ()
+    prepass: bool | None = None
 
     def __str__(self) -> str:
         dims = f"{self.head_dim}" if self.head_dim_vo is None else f"{self.head_dim}-{self.head_dim_vo}"
-        return "-".join([self.variant, dims, self.dtype, *(f"{k}={v}" for k, v in self.const)])
+        how = [] if self.prepass is None else ["prepass" if self.prepass else "fused"]
+        return "-".join([self.variant, dims, self.dtype, *(f"{k}={v}" for k, v in self.const), *how])
 
     @property
     def options(self) -> dict[str, object]:
         """Keyword arguments for attncc.compile and attncc.reference."""
         return {
             "variant": self.variant, "head_dim": self.head_dim, "head_dim_vo": self.head_dim_vo,
-            "dtype": FLOATS[self.dtype], "const": dict(self.const),
+            "dtype": FLOATS[self.dtype], "const": dict(self.const), "prepass": self.prepass,
         }  # fmt: skip
 
     def shape(self, batch: int, qo_len: int, kv_len: int, num_qo_heads: int, num_kv_heads: int) -> Shape:
@@ -189,6 +191,13 @@ def folded(variant: str) -> Case:
 
 def folded_cases() -> list[Case]:
     return [folded(v.name) for v in _variants(str(FOLDED))]
+
+
+KEYS = Path(__file__).resolve().parents[1] / "codegen" / "keys.attn"
+
+
+def keys_case(variant: str, **options) -> Case:
+    return Case(str(KEYS), variant, **{"head_dim": 64, **options})
 
 
 def all_cases() -> list[Case]:

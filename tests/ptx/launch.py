@@ -21,6 +21,7 @@ from attncc.runtime import tensor_map
 from attncc.runtime.artifact import Artifact, read_artifact
 from attncc.runtime.kernel import Kernel
 
+from . import prepass
 from .machine import Machine
 from .memory import GlobalMemory, Segment
 from .program import Fault, parse
@@ -47,11 +48,15 @@ def run_forward(
     the kernel does wrong, ValueError and TypeError for arguments, as on a GPU.
     """
     artifact = artifact if isinstance(artifact, Artifact) else read_artifact(artifact)
-    driver = SimulatedDriver(ptx or (artifact.path / "forward.ptx").read_text(), sm_count, seed, lockstep)
+    driver = SimulatedDriver(ptx or main_ptx(artifact), sm_count, seed, lockstep, artifact)
     driver.tensors = {n: t for n, t in (params or {}).items() if isinstance(t, torch.Tensor)}
     kernel = Kernel(artifact, driver=driver)
     result = kernel(q, k, v, return_lse=return_lse, out=out, **(params or {}))
     return result if return_lse else (result, None)
+
+
+def main_ptx(artifact: Artifact) -> str:
+    return (artifact.path / f"{next(iter(artifact.manifest['kernels']))}.ptx").read_text()
 
 
 def process_memory(address: int, size: int) -> np.ndarray:
@@ -64,8 +69,14 @@ class SimulatedDriver:
 
     device_type = "cpu"
 
-    def __init__(self, ptx: str, sm_count: int, seed: int = 0, lockstep: bool = True):
+    def __init__(
+        self, ptx: str, sm_count: int, seed: int = 0, lockstep: bool = True, artifact: Artifact | None = None
+    ):  # fmt: skip
+        """`ptx`: of the first kernel of the artifact; the others are found there."""
         self.translator, self.sms = translated(ptx), sm_count
+        self.folder = artifact.path if artifact else None
+        self.first = next(iter(artifact.manifest["kernels"])) if artifact else None
+        self.launched: list[str] = []
         self.options: dict[str, Any] = {"seed": seed, "lockstep": lockstep}
         self.tensors: dict[str, torch.Tensor] = {}
         self.maps: list[tensor_map.TensorMap] = []
@@ -106,11 +117,19 @@ class SimulatedDriver:
         number = {p["name"]: int.from_bytes(raw[p["name"]], "little") for p in params if p["kind"] in ("i32", "ptr")}
         memory = GlobalMemory()
         values: dict[str, bytes | TensorMap] = dict(raw)
-        finish = self.place(memory, values, number, function)
+        name = function["cubin"].removesuffix(".cubin")
+        self.launched.append(name)
+        if "of" in function:
+            finish = prepass.place(memory, number, function, process_memory)
+        else:
+            finish = self.place(memory, values, number, function)
+        translator = self.translator
+        if self.folder is not None and name != self.first:
+            translator = translated((self.folder / f"{name}.ptx").read_text())
         for name, t in self.tensors.items():
             self.parameter(memory, f"t.{name}", t, number)
         self.machine = Machine(
-            self.translator, memory, [values[p["name"]] for p in params], grid, function["smem"], **self.options
+            translator, memory, [values[p["name"]] for p in params], grid, function["smem"], **self.options
         )
         self.machine.launch()
         finish()

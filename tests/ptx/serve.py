@@ -16,7 +16,7 @@ import torch
 from attncc.runtime.batch import BatchAttention
 from attncc.runtime.kernel import Kernel
 
-from .launch import SimulatedDriver, collect, collect_lse, process_memory, span
+from .launch import SimulatedDriver, collect, collect_lse, main_ptx, process_memory, span
 from .memory import GlobalMemory, Segment
 from .program import Fault
 from .tma import TensorMap
@@ -37,8 +37,8 @@ class Simulated:
         """`change` makes other PTX of the artifact's."""
         page_size = maxima.get("page_size")
         artifact = kernel.serving("ragged" if page_size is None else "paged", page_size)
-        ptx = (artifact.path / "serve.ptx").read_text()
-        self.driver = ServeDriver(change(ptx) if change else ptx, sm_count, seed, lockstep)
+        ptx = main_ptx(artifact)
+        self.driver = ServeDriver(change(ptx) if change else ptx, sm_count, seed, lockstep, artifact)
         self.attn = BatchAttention(kernel, device="cpu", driver=self.driver, **maxima)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], **options: Any) -> Any:

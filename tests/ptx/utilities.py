@@ -21,6 +21,7 @@ class UtilityDriver(SimulatedDriver):
 
     def __init__(self, seed: int = 0, lockstep: bool = True):
         self.options: dict[str, Any] = {"seed": seed, "lockstep": lockstep}
+        self.folder = None
         self.reads: tuple[torch.Tensor, ...] = ()
         self.writes: tuple[torch.Tensor, ...] = ()
         self.tensors: dict[str, torch.Tensor] = {}
@@ -34,7 +35,6 @@ class UtilityDriver(SimulatedDriver):
         function: Mapping[str, Any],
     ) -> Callable[[], None]:  # fmt: skip
         name = function["cubin"].removesuffix(".cubin")
-        self.launched.append(name)
         self.translator = translated((utilities.artifact(name).path / f"{name}.ptx").read_text())
         if name.startswith("merge"):
             unit = int(name.split("_")[-1])

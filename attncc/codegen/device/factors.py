@@ -11,7 +11,7 @@ hidden weights 0.
 import cutlass.cute as cute
 from cutlass import Float32
 
-from .functors import Tile, listed_position, position
+from .functors import Tile, key_position, position
 
 LANES = 32
 
@@ -27,7 +27,7 @@ def load_factors(p, fn, tile: Tile, col0):
         there = col < tile.stop
         if at + LANES > p.tile_kv:
             there = there & (lane < p.tile_kv - at)
-        where = listed_position(tile, col) if p.layout == "blocks" else col
+        where = key_position(p, tile.rows[0].env, col, tile.stop)
         found = (*found, factors(p, fn, tile, 0, where, there))
     return found
 

@@ -18,6 +18,7 @@ from .factors import load_factors
 from .forward import weights
 from .functors import Block
 from .gather import place
+from .keys import ROWS, Keys, ready_of, say_ready, transform_rows
 from .layout import by_row, panel_width, quad
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
@@ -125,9 +126,24 @@ def ahead(p, mine, fn, tile, item, n, c_in, group):
 
 
 @cute.jit
+def transform_own(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles: Int32,
+    slot: Int32, tile, first: Int32, left: Int32, group: Int32,
+):  # fmt: skip
+    """f_k or f_v of this warp's keys of a block whose first key stands at `first`, where the variant has it.  `tiles`:
+    address of the first slot."""
+    if const_expr(p.f_k if what == "k" else p.f_v):
+        row, each = tile.rows[0], KEYS // ROWS
+        base = tiles + slot * (p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2)
+        keys = Keys(row.env, row.hd, first, first + left)
+        transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
+
+
+@cute.jit
 def attend_few(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, acc_o, O, state, tile, item, tags, k_ring: cutlass.Constexpr,
-    v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32, lead, group: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready,
+    k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32,
+    lead, group: Int32,
 ):  # fmt: skip
     """This warp's keys of all blocks of an item, whose first is the CTA's `start`-th."""
     mine = const_expr(replace(p, tile_kv=KEYS))
@@ -146,9 +162,12 @@ def attend_few(
             loaded = load_factors(mine, fn, tile, block.col0 + KEYS * group)
         left = item.offset + item.keys - (block.col0 - c_in)
         if group < p.tile_kv // KEYS:
+            transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
             scores_of_sixteen(p, acc_s, queries, keys)
         cute.arch.sync_warp()
+        if const_expr(p.f_k):  # nobody waits for it here: a phase for each use of the slot
+            say_ready(ready_of(p, ready, "k"), ks, 1, lead)
         release(k_ring, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
@@ -159,10 +178,13 @@ def attend_few(
             if const_expr(p.chunk):
                 if left < p.tile_kv:
                     clear_own_tail(p, here, group, left)
+            transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group)
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(here, group, p.tile_kv, p.tile_vo, True))
         cute.arch.sync_warp()
+        if const_expr(p.f_v):
+            say_ready(ready_of(p, ready, "v"), vs, 1, lead)
         release(v_ring, vs, lead)
         at, n = at + 1, n - 1
 

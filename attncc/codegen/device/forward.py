@@ -19,7 +19,8 @@ from cutlass.memory import SmemAllocator
 
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import load_factors
-from .functors import Block, Env, Grid, open_tile
+from .functors import Block, Env, Grid, head_of, open_tile
+from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
@@ -85,6 +86,30 @@ def block_of(p, tags, slot, item, step, c_in) -> Block:
     return Block((tag >> 1) * p.tile_kv + c_in, (tag & 1) != 0)
 
 
+def env_of(item, outer) -> Env:
+    return Env(item.b, item.h, item.h // outer.group_size, *outer[3:])
+
+
+@cute.jit
+def transform_block(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles, ready,
+    slot: Int32, item, outer, block, last: cutlass.Constexpr, lead, c_in: Int32,
+):  # fmt: skip
+    """This warp's part of f_k or f_v of a block of an item that has landed, where the variant has it.  `last`: it may
+    reach past the last key."""
+    if const_expr(p.f_k if what == "k" else p.f_v):
+        env = env_of(item, outer)
+        keys = Keys(env, head_of(fn, env), block.col0 - c_in, env.kv_len if last else None)
+        transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, Int32(0), lead)
+
+
+@cute.jit
+def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, slot: Int32, phase: Int32):
+    """... and until all of it is done."""
+    if const_expr(p.f_k if what == "k" else p.f_v):
+        cute.arch.mbarrier_wait(ready_of(p, ready, what) + slot, phase)
+
+
 @cute.jit
 def consume(
     p: cutlass.Constexpr,
@@ -97,6 +122,7 @@ def consume(
     sO,
     turnings: cutlass.Constexpr,
     rings: cutlass.Constexpr,
+    ready,
     items,
     tags,
     t: Int32,
@@ -104,6 +130,7 @@ def consume(
     outer,
 ):
     q_ring, k_ring, v_ring, item_ring = rings
+    k_base, v_base = sK.iterator.toint(), sV.iterator.toint()
     lead = is_lead()
     r_in = (t // 32) * 16 + (t % 32) // 4
     c_in = (t % 4) * 2
@@ -135,6 +162,10 @@ def consume(
     # a CTA has at least one tile: its first scores
     cute.arch.mbarrier_wait(q_ring.full + w, 0)
     cute.arch.mbarrier_wait(k_ring.full, 0)
+    if const_expr(p.f_k):
+        opening = block_of(p, tags, ks, item, 0, c_in)
+        transform_block(p, fn, "k", turnings, k_base, ready, ks, item, outer, opening, True, lead, c_in)
+        wait_transformed(p, "k", ready, ks, kph)
     my_turn(p, w)
     issue_scores(p, acc_s, rQ[None, None, None, w], rK[None, None, None, 0])
     pass_turn(p, w)
@@ -143,7 +174,7 @@ def consume(
         if const_expr(p.early_item):
             it, iph = advance(item_ring.stages, it, iph)
             following = take(item_ring, items, it, iph, lead)
-        env = Env(item.b, item.h, item.h // outer.group_size, *outer[3:])
+        env = env_of(item, outer)
         i0, _ = positions(p, env, item.m)
         row0 = (item.m * p.warpgroups + w) * 64 + r_in
         tile = open_tile(p, fn, env, i0, row0)
@@ -158,12 +189,19 @@ def consume(
         # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
         first = Block(block.col0, Boolean(True)) if p.mask else block
         weights(p, fn, S, P, state, tile, first, loaded, True)
+        if const_expr(p.f_v):
+            cute.arch.mbarrier_wait(v_ring.full + vs, vph)
+            transform_block(p, fn, "v", turnings, v_base, ready, vs, item, outer, block, True, lead, c_in)
         # ---- the others: scores of this block beside the product of the last one
         for step in cutlass.range(1, item.end - item.begin, unroll=1):
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
             block = block_of(p, tags, ks, item, step, c_in)
             loaded = load_factors(p, fn, tile, block.col0)
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
+            if const_expr(p.f_k):
+                transform_block(p, fn, "k", turnings, k_base, ready, ks, item, outer, block, False, lead, c_in)
+                wait_transformed(p, "k", ready, ks, kph)
+            wait_transformed(p, "v", ready, vs, vph)
             my_turn(p, w)
             issue_scores(p, acc_s, rQ[None, None, None, qs * p.warpgroups + w], rK[None, None, None, ks])
             issue_values(p, acc_o, rP, rV[None, None, None, vs])
@@ -180,6 +218,9 @@ def consume(
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             settle(P, Pn, zero)
+            if const_expr(p.f_v):
+                cute.arch.mbarrier_wait(v_ring.full + vs, vph)
+                transform_block(p, fn, "v", turnings, v_base, ready, vs, item, outer, block, False, lead, c_in)
         # ---- the last product, and the first scores of the next tile
         if const_expr(not p.early_item):
             it, iph = advance(item_ring.stages, it, iph)
@@ -190,6 +231,11 @@ def consume(
         if following.live:
             cute.arch.mbarrier_wait(q_ring.full + (qs * p.warpgroups + w), qph)
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
+            if const_expr(p.f_k):
+                its_first = block_of(p, tags, ks, following, 0, c_in)
+                transform_block(p, fn, "k", turnings, k_base, ready, ks, following, outer, its_first, True, lead, c_in)
+                wait_transformed(p, "k", ready, ks, kph)
+        wait_transformed(p, "v", ready, vs, vph)
         my_turn(p, w)
         issue_values(p, acc_o, rP, rV[None, None, None, vs])
         # past the last tile this multiplies stale data that nobody reads
@@ -235,10 +281,11 @@ def kernel(
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages))
+    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
+    ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     turnings = allocate_turnings(p, smem)
     if t == 0:
@@ -246,6 +293,7 @@ def kernel(
         open_ring(v_ring, 4 * p.warpgroups)
         open_ring(item_ring, 4 * p.warpgroups + 2)
         open_ring(q_ring, 4)
+        open_ready(p, ready)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -260,7 +308,7 @@ def kernel(
             deal(p, fn, item_ring, items, tickets, env, grid)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
-        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, items, tags, t % 128, wg - 1, env)
+        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, ready, items, tags, t % 128, wg - 1, env)
 
 
 @cute.jit

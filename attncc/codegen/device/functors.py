@@ -67,6 +67,10 @@ def classify_tile(fn, env, i0, i1, j0, j1):
     return fn.classify(env, i0, i1, j0, j1)
 
 
+def head_of(fn, env):
+    return fn.head(env)
+
+
 class Row(NamedTuple):
     """One query row of a thread: its own values, position, and, for masks of one run, the keys [lo, hi) it sees.  The
     rows of a packed tile may be of different heads and requests: each has its own environment."""
@@ -128,15 +132,17 @@ def position(p, tile: Tile, col0, off: int):
     if p.layout != "blocks":
         return col0 + off
     alike = p.chunk or 1  # columns whose blocks are the same
-    return listed_position(tile, col0 + off // alike * alike) + off % alike
+    return key_position(p, tile.rows[0].env, col0 + off // alike * alike, tile.stop) + off % alike
 
 
-def listed_position(tile: Tile, start):
-    """Where the key in this place of a list of blocks stands."""
-    env = tile.rows[0].env
-    index = Int32(Uint32(start) // Uint32(env.page_size))
-    listed = load_word(env.kv_indices + Int64(env.table + index) * 4, start < tile.stop)
-    return (listed - index) * env.page_size + start
+def key_position(p, env, key, stop):
+    """Where a key stands; `key`, too, unless keys are listed in blocks: then that is its place in the list.  None for
+    `stop`: there is such a key."""
+    if p.layout != "blocks":
+        return key
+    index = Int32(Uint32(key) // Uint32(env.page_size))
+    listed = load_word(env.kv_indices + Int64(env.table + index) * 4, True if stop is None else key < stop)
+    return (listed - index) * env.page_size + key
 
 
 def load_word(address, ok):

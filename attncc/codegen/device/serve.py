@@ -22,6 +22,7 @@ from .few import attend_few, meet
 from .forward import issue_scores, issue_values, weights
 from .functors import Block
 from .gather import place
+from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .merge import (
@@ -85,13 +86,34 @@ def landed(p) -> None:
 
 
 @cute.jit
+def transform_own(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles, ready,
+    slot: Int32, tile, split, block, last: cutlass.Constexpr, lead, c_in: Int32,
+):  # fmt: skip
+    """This warp's part of f_k or f_v of a block that has landed, where the variant has it.  `last`: it may reach past
+    the last key."""
+    if const_expr(p.f_k if what == "k" else p.f_v):
+        row = tile.rows[0]
+        keys = Keys(row.env, row.hd, block.col0 - c_in, tile.stop if last else None)
+        transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, split, lead)
+
+
+@cute.jit
+def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, ring: cutlass.Constexpr, at: Int32):
+    """... and until all of it is done."""
+    if const_expr(p.f_k if what == "k" else p.f_v):
+        slot, phase = ring_place(ring.stages, at)
+        cute.arch.mbarrier_wait(ready_of(p, ready, what) + slot, phase)
+
+
+@cute.jit
 def attend(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, frags: cutlass.Constexpr, state, tile, item, tags,
-    k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32, at: Int32, number: Int32, lead, zero: Int32,
-    t: Int32, w: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, frags: cutlass.Constexpr, state, tile,
+    item, tags, ready, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32, at: Int32, number: Int32,
+    lead, zero: Int32, t: Int32, w: Int32,
 ):  # fmt: skip
     """This warpgroup's blocks of an item: every one or every other one from the `number`-th, the CTA's `at`-th."""
-    acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, v_base = frags
+    acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, k_base, v_base = frags
     c_in = (t % 4) * 2
     stride = 1 + item.split
     n = item.end - 1 - number
@@ -99,6 +121,10 @@ def attend(
     at = warp_uniform(at)
     # ---- first block
     ks = wait_block(k_ring, at)
+    if const_expr(p.f_k):
+        block = block_of(p, tags, ks, item, n, c_in)
+        transform_own(p, fn, "k", turnings, k_base, ready, ks, tile, item.split, block, True, lead, c_in)
+        wait_transformed(p, "k", ready, k_ring, at)
     landed(p)
     issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
     block = block_of(p, tags, ks, item, n, c_in)
@@ -111,6 +137,10 @@ def attend(
         if left < p.tile_kv:
             vs = wait_block(v_ring, at)
             clear_tail(p, v_base + vs * (p.tile_kv * p.tile_vo * 2), left, t, w)
+    if const_expr(p.f_v):
+        transform_own(
+            p, fn, "v", turnings, v_base, ready, wait_block(v_ring, at), tile, item.split, block, True, lead, c_in
+        )
     # ---- the others: scores of this block beside the product of the last one
     for _ in cutlass.range(1, steps, unroll=1):
         nxt = at + stride
@@ -119,6 +149,10 @@ def attend(
         block = block_of(p, tags, ks, item, n, c_in)
         loaded = load_factors(p, fn, tile, block.col0)
         vs = wait_block(v_ring, at)
+        if const_expr(p.f_k):
+            transform_own(p, fn, "k", turnings, k_base, ready, ks, tile, item.split, block, False, lead, c_in)
+            wait_transformed(p, "k", ready, k_ring, nxt)
+        wait_transformed(p, "v", ready, v_ring, at)
         landed(p)
         issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
         issue_values(p, acc_o, rP, rV[None, None, None, vs])
@@ -133,7 +167,12 @@ def attend(
             rescale(O, p.tile_vo, state.grow)
         settle(P, Pn, zero)
         at = nxt
+        if const_expr(p.f_v):
+            transform_own(
+                p, fn, "v", turnings, v_base, ready, wait_block(v_ring, at), tile, item.split, block, False, lead, c_in
+            )
     vs = wait_block(v_ring, at)
+    wait_transformed(p, "v", ready, v_ring, at)
     landed(p)
     issue_values(p, acc_o, rP, rV[None, None, None, vs])
     warpgroup.wait_group(0)
@@ -238,7 +277,7 @@ def next_item(ring, items, turn):
 @cute.jit
 def consume(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags,
-    rings: cutlass.Constexpr, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
+    rings: cutlass.Constexpr, ready, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, item_ring = rings
     lead = is_lead()
@@ -256,7 +295,7 @@ def consume(
     )
     rQ, rK = tqk.make_fragment_A(tqk.partition_A(sQ)), tqk.make_fragment_B(tqk.partition_B(sK))
     rV = tpv.make_fragment_B(tpv.partition_B(sV))
-    frags = acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, sV.iterator.toint()
+    frags = acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, sK.iterator.toint(), sV.iterator.toint()
     exchange = cute.recast_ptr(sO.iterator, swizzle_=cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
     state = new_state()
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
@@ -289,14 +328,14 @@ def consume(
             if few:
                 q_base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
                 attend_few(
-                    p, fn, acc_o, O, state, tile, item, tags, k_ring, v_ring, q_base, sK.iterator.toint(),
-                    sV.iterator.toint(), start, lead, warp_uniform(4 * w + t // 32),
+                    p, fn, turnings, acc_o, O, state, tile, item, tags, ready, k_ring, v_ring, q_base,
+                    sK.iterator.toint(), sV.iterator.toint(), start, lead, warp_uniform(4 * w + t // 32),
                 )  # fmt: skip
             else:
                 number = item.split * w
                 attend(
-                    p, fn, frags, state, tile, item, tags, k_ring, v_ring, q_slot, start + number, number, lead, zero,
-                    t, w,
+                    p, fn, turnings, frags, state, tile, item, tags, ready, k_ring, v_ring, q_slot, start + number,
+                    number, lead, zero, t, w,
                 )  # fmt: skip
         release(q_ring, q_slot, lead)
         # read and opened again: these are not kept in registers through the loop
@@ -340,12 +379,13 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages))
+    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2)
     wanted = smem.allocate_array(Int64, 1)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
+    ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, SUMS)
     turnings = allocate_turnings(p, smem)
@@ -355,6 +395,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         open_ring(item_ring, 4 * p.warpgroups + 3)
         open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
         cute.arch.mbarrier_init(wanted, 1)
+        open_ready(p, ready)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -378,7 +419,8 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(
-            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, items, tags, lists, sizes, out, lse, t % 128, wg - 1
+            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, ready, items, tags, lists, sizes, out, lse, t % 128,
+            wg - 1,
         )  # fmt: skip
 
 

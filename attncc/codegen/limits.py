@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
-from attncc.ir.nodes import SLOT_DEFAULTS, Variant
+from attncc.ir.nodes import Variant
 
 from .vectors import own_names, ropes
 
@@ -36,16 +36,6 @@ class Limit:
         return f"nearest: {self.instead}, or {REFERENCE}" if self.instead else f"nearest: {REFERENCE}"
 
 
-def written(slot: str) -> Callable[[Variant], Iterator[Found]]:
-    """The slot, where it is not its default."""
-
-    def find(v: Variant) -> Iterator[Found]:
-        if getattr(v, slot) != SLOT_DEFAULTS[slot]:
-            yield v.span_of(slot), slot
-
-    return find
-
-
 def domains(v: Variant) -> Iterator[Found]:
     if v.domain is not None:
         yield v.domain.span, v.domain.tensor
@@ -60,13 +50,6 @@ def untabulated(v: Variant) -> Iterator[Found]:
 
 
 LIMITS: tuple[Limit, ...] = (
-    *(
-        Limit(
-            slot, f"a transform of {x} that is more than a factor", found,
-            f"kernels can't transform {x} yet (slot {{}})", f"apply it to {x} before the call",
-        )
-        for slot, x, found in (("f_q", "q", written("f_q")),)
-    ),
     Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
           "say which keys exist in mask"),
     Limit("emit", "extra outputs", emits, "kernels can't emit yet (emit {})"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import simulated as sim
 import torch
-from gpu.cases import example, keys_case
+from gpu.cases import VECTORS, Case, example, keys_case
 from gpu.rounded import rounded_keys
 from ptx.serve import ServeDriver
 
@@ -89,6 +89,8 @@ CASES = [
     (blocks("dilated", "longformer", 16, head_dim_vo=80), 1, (9, 260), (4, 1)),
     (blocks("sigmoid", "flash_sigmoid", 16), 5, (17, 150), (4, 2)),
     (blocks("gated_output", "gated_output", 8), 5, (17, 150), (4, 2)),
+    (Served(Case(str(VECTORS), "queries_normed_and_turned", 64), 16, blocks=True), 5, (17, 150), (5, 1)),
+    (Served(Case(str(VECTORS), "queries_by_row", 64), 5, blocks=True), 64, (70, 150), (4, 2)),
 ]  # fmt: skip
 
 

@@ -11,7 +11,6 @@ from attncc.ir.nodes import EXPR_SLOTS, Variant
 
 # for each entry of the table a body that breaks it, and nothing else
 BREAKS = {
-    ("f_q", "a transform of q that is more than a factor"): "f_q = rope(q, i)",
     ("domain", "selected blocks"): "tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)",
     ("emit", "extra outputs"): "emit peak[h] = max(l)",
     ("rope", "a `theta` or `scaling` that rows, heads or requests differ in"): "epilogue = rope(o, i, f32(kv_len))",

@@ -10,7 +10,7 @@ from codegen import simulated as sim
 from codegen.simulated import Served, check, inputs_for
 from gpu.cases import Case, vector_cases
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 
 
 @pytest.mark.parametrize("case", vector_cases(), ids=str)
@@ -19,16 +19,32 @@ def test_dense(case: Case, artifact: Callable[[Case], Path]) -> None:
         check(case, artifact(case), inputs_for(case, case.shape(*sizes)), sm_count=1 + k, seed=k)
 
 
+def vectors(variant: str, page_size: int | None) -> Served:
+    """At head dimension 64."""
+    return Served(next(c for c in vector_cases() if c.variant == variant), page_size)
+
+
+# by TMA, by the row, and ragged; heads that share keys and heads that don't
 SERVED = [
-    (variant, page_size) for variant, page_size in
-    [("turned_back", 16), ("turned_pairs", None), ("turned_by_tables", 5), ("normed_and_turned", 1)]
+    ("turned_back", 16, (5, 1)), ("turned_pairs", None, (5, 1)), ("turned_by_tables", 5, (2, 2)),
+    ("normed_and_turned", 1, (5, 1)), ("queries_turned", 16, (5, 1)), ("queries_turned_10", 16, (2, 2)),
+    ("queries_yarn", 1, (4, 2)), ("queries_by_tables", 5, (5, 1)), ("queries_normed_and_turned", None, (5, 1)),
+    ("queries_l2_normed", None, (2, 2)), ("queries_by_row", 16, (5, 1)), ("queries_by_row", 1, (2, 2)),
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("kernel_cache")
-@pytest.mark.parametrize("variant, page_size", SERVED)
-def test_served(variant: str, page_size: int | None) -> None:
-    """Once, on the merged output, whoever merges."""
-    case = next(c for c in vector_cases() if c.variant == variant)
-    x = sim.batch(Served(case, page_size), [(1, 700), (40, 200), (3, 0), (0, 20), (5, 17)], (5, 1))
+@pytest.mark.parametrize("variant, page_size, heads", SERVED)
+def test_served(variant: str, page_size: int | None, heads: tuple[int, int]) -> None:
+    """Few rows, whose keys two warpgroups share, and many; pieces that several CTAs leave."""
+    x = sim.batch(vectors(variant, page_size), [(1, 700), (40, 200), (3, 0), (0, 20), (5, 17)], heads)
     sim.serve_and_check(x, pieces=2, sm_count=3)
+
+
+@pytest.mark.parametrize("variant, page_size", [("queries_normed_and_turned", 16), ("queries_yarn", 1)])
+def test_cascades(variant: str, page_size: int) -> None:
+    """Rows of several requests in a tile, each at its own position."""
+    levels = [[(7, 37), (3, 150)], [(2, 0), (5, 20), (3, 0)], [(1, 10), (1, 0), (5, 130), (3, 40)]]
+    x, planned, want = sim.cascade(vectors(variant, page_size), levels, (4, 2))
+    one = sim.simulated(x, sm_count=3)
+    one.attn.plan_cascade(planned)
+    sim.serve_checks.check(x, sim.run(one, x), want)

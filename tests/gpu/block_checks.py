@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import serve_checks
 import torch
+from oracle import as_kernels_round
 from serve_cases import Served
 from serve_checks import Batch, compile_served
 from torch import Tensor
@@ -75,9 +76,10 @@ def reference(batch: Batch, there: Tensor) -> tuple[Tensor, Tensor | None]:
         variant, tensors=(*variant.tensors, TensorParam("there", ("g", "rows", "pos"), "bool")),
         mask=make("and", seen, variant.mask),
     )  # fmt: skip
-    oracle = Reference(
+    plain = Reference(
         masked, head_dim=case.head_dim, head_dim_vo=case.head_dim_vo, dtype=FLOATS[case.dtype], const=dict(case.const)
     )  # fmt: skip
+    oracle = as_kernels_round(variant, plain, FLOATS[case.dtype])
     there = there.to(batch.q.device).expand(batch.heads[1], *there.shape[-2:])
     options: dict[str, Any] = {"return_lse": batch.softmax, "there": there, **batch.params}
     want = oracle.ragged(batch.q, *batch.kv, *batch.table, **options)

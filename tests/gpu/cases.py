@@ -178,7 +178,8 @@ VECTORS = Path(__file__).resolve().parents[1] / "codegen" / "vectors.attn"
 
 def vector_cases() -> list[Case]:
     found = [Case(str(VECTORS), v.name, head_dim=64) for v in _variants(str(VECTORS))]
-    return [*found, *(replace(c, head_dim=80, dtype="f16") for c in found if c.variant in ("turned_back", "turned_10"))]
+    padded = ("turned_back", "turned_10", "queries_turned", "queries_turned_10", "queries_layer_normed")
+    return [*found, *(replace(c, head_dim=80, dtype="f16") for c in found if c.variant in padded)]
 
 
 # Vector slots that are only a factor.

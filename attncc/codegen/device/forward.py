@@ -27,7 +27,7 @@ from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_turnings, fill_turnings
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
-from .vectors import finish_rows
+from .vectors import finish_rows, transform_queries
 
 BAR_TURN = 1  # named barriers 1.. : turns of the consumer warpgroups
 
@@ -110,6 +110,26 @@ def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, slot:
         cute.arch.mbarrier_wait(ready_of(p, ready, what) + slot, phase)
 
 
+def query_tile(p, fn, item, outer, w, r_in):
+    """(environment, this thread's first row, its tile) of a warpgroup's share of an item."""
+    env = env_of(item, outer)
+    i0, _ = positions(p, env, item.m)
+    row0 = (item.m * p.warpgroups + w) * 64 + r_in
+    return env, row0, open_tile(p, fn, env, i0, row0)
+
+
+@cute.jit
+def prepare_queries(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, slot: Int32, item, outer, t: Int32,
+    w: Int32, r_in: Int32,
+):  # fmt: skip
+    """What must be done to the queries of an item, which have landed in `slot`, before they are multiplied."""
+    if const_expr(p.f_q):
+        env, row0, tile = query_tile(p, fn, item, outer, w, r_in)
+        base = sQ.iterator.toint() + slot * (64 * p.tile_qk * 2)
+        transform_queries(p, fn, turnings, base, tile, env.qo_len - (row0 - r_in), t, w)
+
+
 @cute.jit
 def consume(
     p: cutlass.Constexpr,
@@ -161,6 +181,7 @@ def consume(
             pass_turn(p, w)
     # a CTA has at least one tile: its first scores
     cute.arch.mbarrier_wait(q_ring.full + w, 0)
+    prepare_queries(p, fn, turnings, sQ, w, item, outer, t, w, r_in)
     cute.arch.mbarrier_wait(k_ring.full, 0)
     if const_expr(p.f_k):
         opening = block_of(p, tags, ks, item, 0, c_in)
@@ -174,10 +195,7 @@ def consume(
         if const_expr(p.early_item):
             it, iph = advance(item_ring.stages, it, iph)
             following = take(item_ring, items, it, iph, lead)
-        env = env_of(item, outer)
-        i0, _ = positions(p, env, item.m)
-        row0 = (item.m * p.warpgroups + w) * 64 + r_in
-        tile = open_tile(p, fn, env, i0, row0)
+        env, row0, tile = query_tile(p, fn, item, outer, w, r_in)
         reset(p, state, tile)
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
@@ -230,12 +248,16 @@ def consume(
         cute.arch.mbarrier_wait(v_ring.full + vs, vph)
         if following.live:
             cute.arch.mbarrier_wait(q_ring.full + (qs * p.warpgroups + w), qph)
+            prepare_queries(p, fn, turnings, sQ, qs * p.warpgroups + w, following, outer, t, w, r_in)
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
             if const_expr(p.f_k):
                 its_first = block_of(p, tags, ks, following, 0, c_in)
                 transform_block(p, fn, "k", turnings, k_base, ready, ks, following, outer, its_first, True, lead, c_in)
                 wait_transformed(p, "k", ready, ks, kph)
         wait_transformed(p, "v", ready, vs, vph)
+        if const_expr(p.f_q):
+            # the first product takes S as an operand, though it doesn't use it: else S is kept through the transform
+            acc_s.fill(0.0)
         my_turn(p, w)
         issue_values(p, acc_o, rP, rV[None, None, None, vs])
         # past the last tile this multiplies stale data that nobody reads

@@ -56,7 +56,7 @@ from .ring import is_lead, open_ring, release, release_for, ring_place, rings_of
 from .rope import allocate_turnings, fill_turnings
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
-from .vectors import finish_rows
+from .vectors import finish_rows, transform_queries
 
 NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup
@@ -322,9 +322,14 @@ def consume(
         q_slot, q_phase = ring_place(p.q_stages, turn)
         q_slot = q_slot * p.warpgroups + w
         cute.arch.mbarrier_wait(q_ring.full + q_slot, q_phase)
-        cute.arch.fence_view_async_shared()
+        if const_expr(not p.f_q):
+            cute.arch.fence_view_async_shared()
         count = item.end - item.begin
         if count > 0:
+            if const_expr(p.f_q):
+                rows = item.rows - cutlass.select_(few, Int32(0), 64 * w * (1 - item.split))
+                base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
+                transform_queries(p, fn, turnings, base, tile, rows, t, w)
             if few:
                 q_base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
                 attend_few(

@@ -7,10 +7,16 @@ and what STEPS says: codegen/emit_vectors.py.
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
 
+from .gather import place
 from .layout import quad
+from .ring import warp_uniform
 from .rope import cos_sin, table_of, turn
-from .softmax import chains
+from .softmax import chains, pack
+
+BAR_ROWS = 12  # ... 13: rows of a warpgroup have been transformed
 
 
 def plus(a, b):
@@ -59,3 +65,53 @@ def finish_rows(p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.C
         found = evaluate(p, fn, "epilogue", turnings, at, [O[e] for e in places], t)
         for e, x in zip(places, found, strict=True):
             O[e] = x
+
+
+# ------------------------------------------------------------------------------------- tiles in shared memory
+def transform_rows(p, fn, slot: str, turnings, at, base, row, rows: int, tile: int, features: int, t) -> None:
+    """The slot on two rows of a thread, `row` and row + 8, and so on 16 of a warp, in place and rounded to the element
+    type: rows of a swizzled tile of `rows` rows and `tile` features, of which `features` exist, at shared address
+    `base`.  `at`: what `evaluate` must know of each of the two.  Runs on whole warps only.
+
+    The caller owes: before, the wait at the barrier which says that the tile has landed; after, by every thread that
+    came here, cute.arch.fence_view_async_shared() - these are writes of the generic proxy, which products do not see
+    by themselves, nor would a later TMA copy into the tile stay behind them - and then a barrier with all threads that
+    multiply these rows.
+    """
+    for i in range(2):
+        places = [base + place(row + 8 * i, n, rows, tile) + 4 * (t % 4) for n in range(features // 8)]
+        values = [x for address in places for x in unpack(p, load_shared(address))]
+        found = evaluate(p, fn, slot, turnings, at[i], values, t)
+        for n, address in enumerate(places):
+            store_shared(address, pack(p, found[2 * n], found[2 * n + 1]))
+
+
+def load_shared(address):
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def store_shared(address, word) -> None:
+    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
+
+
+def unpack(p, word):
+    """The two numbers of a word of p.dtype, the lower one first."""
+    if p.dtype == "bf16":
+        return [Float32(llvm.bitcast(Float32.mlir_type, x.ir_value())) for x in (word << 16, word & ~0xFFFF)]
+    halves = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
+    return cute.arch.inline_ptx(halves, write_only_types=[Float32] * 2, read_only_args=[word])
+
+
+@cute.jit
+def transform_queries(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, base: Int32, tile, rows: Int32, t: Int32,
+    w: Int32,
+):  # fmt: skip
+    """f_q on a warpgroup's 64 rows of Q, which have landed at `base`; afterwards they may be multiplied.  Warps that
+    have none of the first `rows` leave theirs as they are."""
+    if warp_uniform(t // 32) * 16 < rows:
+        at = [(row.env, row.hd, row.i, row.iq) for row in tile.rows]
+        row = (t // 32) * 16 + (t % 32) // 4
+        transform_rows(p, fn, "f_q", turnings, at, base, row, 64, p.tile_qk, p.head_dim_qk, t)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=BAR_ROWS + w, number_of_threads=128)

@@ -45,6 +45,7 @@ SERVE_SIZES = (
     "rows", "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads",
     "group_size", "page_size",
 )  # fmt: skip
+SHARED_BYTES = 227 << 10  # that a CTA may have
 SAMPLE = {"i32": lambda: Int32(1), "f32": lambda: Float32(1.0), "ptr": lambda: Int64(0)}
 
 
@@ -56,8 +57,12 @@ class CompilerMissing(BuildError, ImportError):
     """Another version of nvidia-cutlass-dsl is installed."""
 
 
-class SpillError(BuildError):
-    """The kernel needs more registers than there are."""
+class DoesNotFit(BuildError):
+    """The kernel needs more than there is of something, perhaps only with so many keys a block."""
+
+
+class SpillError(DoesNotFit):
+    """... of registers."""
 
 
 def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict, dict[str, bytes]]:
@@ -71,7 +76,7 @@ def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple
     while True:
         try:
             return build_once(emitted, config, work_dir)
-        except SpillError:
+        except DoesNotFit:
             narrower = config.narrower()
             if narrower is None:
                 raise
@@ -89,7 +94,8 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
     facts = read_cubin(cubin, entry)
     sass = count_instructions(cubin, entry)
     spilled = facts.frame_bytes + 4 * (sass["LDL"] + sass["STL"])
-    check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass)
+    smem = dynamic_smem(str(compiled.ir_module))
+    check(emitted.name, config, [k for _, k in names], kinds, target, facts, sass, smem)
     kernel = {
         **described(config.name, compiled, facts, names), "spill_bytes": spilled, "r2ur": sass["R2UR"],
         "tile_q": config.tile_q, "tile_kv": config.tile_kv,
@@ -222,8 +228,8 @@ def compile_serve(fn: ModuleType, emitted: Emitted, config: KernelConfig, work_d
     )  # fmt: skip
 
 
-def check(name, config, expected, kinds, target, facts, sass) -> None:
-    """The gates: target, parameter layout, block, no spill, wgmma and TMA in the machine code."""
+def check(name, config, expected, kinds, target, facts, sass, smem: int) -> None:
+    """The gates: target, parameter layout, block, wgmma and TMA in the machine code, no spill, shared memory."""
     wrong = misbuilt(config.threads, expected, kinds, target, facts)
     copies = "UTMALDG" if boxes(config) else "LDGSTS"
     wrong += [f"no {op} instruction" for op in ("HGMMA", copies) if not sass[op]]
@@ -234,6 +240,9 @@ def check(name, config, expected, kinds, target, facts, sass) -> None:
             f"{name}: spills registers with {config.tile_kv} keys a block: {facts.frame_bytes} bytes of stack, "
             f"{sass['LDL']} loads, {sass['STL']} stores"
         )
+    if smem > SHARED_BYTES:
+        needs = f"{smem} bytes of shared memory with {config.tile_kv} keys a block, of {SHARED_BYTES}"
+        raise DoesNotFit(f"{name}: needs {needs}; each table of frequencies takes four for every feature that turns")
 
 
 def misbuilt(threads: int, expected: list[str], kinds: list[str], target: str, facts) -> list[str]:

@@ -28,7 +28,7 @@ def config() -> KernelConfig:
 
 
 def test_a_sound_kernel_passes(config: KernelConfig) -> None:
-    build.check("k", config, KINDS, KINDS, "sm_90a", GOOD, SASS)
+    build.check("k", config, KINDS, KINDS, "sm_90a", GOOD, SASS, build.SHARED_BYTES)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_sound_kernel_passes(config: KernelConfig) -> None:
     ],
 )
 def test_gates(config: KernelConfig, found: dict[str, Any], reason: str) -> None:
-    given = {"kinds": KINDS, "target": "sm_90a", "facts": GOOD, "sass": SASS, **found}
+    given = {"kinds": KINDS, "target": "sm_90a", "facts": GOOD, "sass": SASS, "smem": 0, **found}
     with pytest.raises(build.BuildError, match=reason):
         build.check("k", config, KINDS, **given)
 
@@ -54,7 +54,12 @@ def test_gates(config: KernelConfig, found: dict[str, Any], reason: str) -> None
 )
 def test_spills_are_refused(config: KernelConfig, found: dict[str, Any]) -> None:
     with pytest.raises(build.SpillError, match="spills registers with 128 keys a block"):
-        build.check("k", config, KINDS, KINDS, "sm_90a", **{"facts": GOOD, "sass": SASS, **found})
+        build.check("k", config, KINDS, KINDS, "sm_90a", **{"facts": GOOD, "sass": SASS, "smem": 0, **found})
+
+
+def test_too_much_shared_memory_is_refused(config: KernelConfig) -> None:
+    with pytest.raises(build.DoesNotFit, match="needs 232449 bytes of shared memory with 128 keys a block, of 232448"):
+        build.check("k", config, KINDS, KINDS, "sm_90a", GOOD, SASS, 232449)
 
 
 def test_a_spilling_functor_is_built_with_fewer_keys_a_block(

@@ -13,14 +13,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from attncc.codegen.vectors import used_slots
+from attncc.compiler import for_kernels
 from attncc.ir import reference
-from attncc.ir.nodes import SLOT_DEFAULTS, Expr, Variant
-
-TRANSFORMS = ("f_q", "f_k", "f_v")
+from attncc.ir.nodes import Expr, Variant
 
 
-def transforms(variant: Variant) -> bool:
-    return any(getattr(variant, slot) != SLOT_DEFAULTS[slot] for slot in TRANSFORMS)
+def transforms(variant: Variant) -> set[str]:
+    """The slots of which kernels store what they make of a vector: not those that are only a factor."""
+    return {"f_q", "f_k", "f_v"} & set(used_slots(for_kernels(variant)))
 
 
 LOOSE = 8  # times the tight limit: what rounding q', k' and v' may add
@@ -28,20 +29,20 @@ LOOSE = 8  # times the tight limit: what rounding q', k' and v' may add
 
 def as_kernels_round(variant: Variant, plain: Any, dtype: torch.dtype) -> Any:
     """An `attncc.reference` of the variant, which judges kernels tightly."""
-    return Rounding(plain, dtype) if transforms(variant) else plain
+    slots = transforms(variant)
+    return Rounding(plain, dtype, slots) if slots else plain
 
 
 class Rounding:
-    """An `attncc.reference` whose transformed q, k and v are rounded to `dtype`."""
+    """An `attncc.reference` where what `slots` make is rounded to `dtype`."""
 
-    def __init__(self, plain: Any, dtype: torch.dtype):
+    def __init__(self, plain: Any, dtype: torch.dtype, slots: set[str]):
         self.plain = plain
 
         class Lanes(reference.Lanes):
             def checked(self, e: Expr, lanes: Tensor | None = None) -> Tensor:
                 found = super().checked(e, lanes)
-                slots = [getattr(self.call.variant, s) for s in TRANSFORMS]
-                mine = any(e is x and x != SLOT_DEFAULTS[s] for s, x in zip(TRANSFORMS, slots, strict=True))
+                mine = any(e is getattr(self.call.variant, slot) for slot in slots)
                 return found.to(dtype).to(found.dtype) if mine else found
 
         self.lanes = Lanes

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, example, example_cases, folded, hard
+from cases import Case, example, example_cases, folded, hard, vectors
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,15 @@ BLOCK_VARIANTS += [
     for file, variant in (("gated_output", "gated_output"), ("dilated", "longformer"), ("sigmoid", "flash_sigmoid"))
 ]  # fmt: skip
 FOLDED = [Served(folded(name), p) for name in ("both", "all_three", "weighed", "by_request") for p in (16, 1, None)]
+# Vector slots: queries by TMA and by the row, at positions of several requests.
+VECTORS = [
+    Served(vectors(name), p)
+    for name, p in (
+        ("turned_back", 16), ("turned_by_tables", 5), ("queries_turned", 16), ("queries_turned_10", 16),
+        ("queries_yarn", 1), ("queries_by_tables", 5), ("queries_l2_normed", None), ("queries_by_row", 16),
+        ("queries_by_row", 1), ("queries_normed_and_turned", None),
+    )
+] + [Served(vectors("queries_normed_and_turned", d), p) for d in (128, 256) for p in (16, 1)]  # fmt: skip
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
@@ -82,6 +91,7 @@ def all_served() -> list[Served]:
         *BLOCKS,
         *BLOCK_VARIANTS,
         *FOLDED,
+        *VECTORS,
         HALF,
     ]
     return list(dict.fromkeys(found))

@@ -30,6 +30,13 @@ def test_odd_variants(case: Case, shape: tuple[int, ...], seed: int) -> None:
         run_and_check(case, size, inputs_for(case, size, seed, **given))
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 777, 6, 2), (1, 257, 64, 5, 1), (1, 1024, 1024, 8, 2)], ids=str)
+@pytest.mark.parametrize("case", cases.vector_cases(), ids=str)
+def test_vector_slots(case: Case, shape: tuple[int, ...], seed: int) -> None:
+    size = case.shape(*shape)
+    run_and_check(case, size, inputs_for(case, size, seed))
+
+
 @pytest.mark.parametrize(
     "case", [example("plain", "plain"), example("causal", "causal"), example("alibi", "alibi")], ids=str
 )

@@ -49,6 +49,14 @@ def test_hard_variants(served: Served, kind: str, seed: int) -> None:
     run_and_check(make_batch(served, lengths, (6, 2), seed, **given))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize("served", serve_cases.VECTORS, ids=str)
+def test_vector_slots(served: Served, group: int, kind: str, seed: int) -> None:
+    lengths = lengths_of(kind, 3000, np.random.default_rng(seed))
+    run_and_check(make_batch(served, lengths, (2 * group, 2), seed))
+
+
 @pytest.mark.parametrize("view", ["HND", "combined", "differing"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_views_of_a_cache(page_size: int, view: str, seed: int) -> None:

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Int32, const_expr
 from cutlass._mlir.dialects import llvm
 
 from .functors import key_position
 from .gather import place
 from .ring import warp_uniform
 from .softmax import opaque, pack
-from .vectors import evaluate
+from .vectors import evaluate, load_word, unpack
 
 ROWS = 8  # a warp takes at a time
 
@@ -124,19 +124,3 @@ def transform_row(p, fn, what: str, turnings, base, rows: int, row, key: Key, t)
         if what == "v" and key.seen is not True:
             word = cutlass.select_(key.seen, word, Int32(0))
         cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word])
-
-
-def load_word(address):
-    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
-
-
-def unpack(p, word):
-    """Two features of a word, as fp32."""
-    if p.dtype == "bf16":
-        return as_f32(word << 16), as_f32(word & -65536)
-    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }"
-    return cute.arch.inline_ptx(asm, write_only_types=[Float32, Float32], read_only_args=[word])
-
-
-def as_f32(word):
-    return Float32(llvm.bitcast(Float32.mlir_type, Int32(word).ir_value()))

@@ -80,26 +80,27 @@ def transform_rows(p, fn, slot: str, turnings, at, base, row, rows: int, tile: i
     """
     for i in range(2):
         places = [base + place(row + 8 * i, n, rows, tile) + 4 * (t % 4) for n in range(features // 8)]
-        values = [x for address in places for x in unpack(p, load_shared(address))]
+        values = [x for address in places for x in unpack(p, load_word(address))]
         found = evaluate(p, fn, slot, turnings, at[i], values, t)
         for n, address in enumerate(places):
-            store_shared(address, pack(p, found[2 * n], found[2 * n + 1]))
+            word = pack(p, found[2 * n], found[2 * n + 1])
+            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
 
 
-def load_shared(address):
+def load_word(address):
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
 
 
-def store_shared(address, word) -> None:
-    cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word])
-
-
 def unpack(p, word):
-    """The two numbers of a word of p.dtype, the lower one first."""
+    """Two features of a word, as fp32."""
     if p.dtype == "bf16":
-        return [Float32(llvm.bitcast(Float32.mlir_type, x.ir_value())) for x in (word << 16, word & ~0xFFFF)]
-    halves = "{ .reg .b16 l, h; mov.b32 {l, h}, {$r0}; cvt.f32.f16 {$w0}, l; cvt.f32.f16 {$w1}, h; }"
-    return cute.arch.inline_ptx(halves, write_only_types=[Float32] * 2, read_only_args=[word])
+        return as_f32(word << 16), as_f32(word & -65536)
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }"
+    return cute.arch.inline_ptx(asm, write_only_types=[Float32, Float32], read_only_args=[word])
+
+
+def as_f32(word):
+    return Float32(llvm.bitcast(Float32.mlir_type, Int32(word).ir_value()))
 
 
 @cute.jit

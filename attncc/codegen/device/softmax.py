@@ -81,9 +81,10 @@ def reset(p, state: State, tile) -> None:
 def multiply(p, fn, S, tile, col0, loaded):
     """Dot products by the factors of their keys."""
     by = Factors(p, fn, tile, col0, loaded)
-    for i in range(2):
-        for e in row_elems(i, p.tile_kv):
-            S[e] = S[e] * by.of(0, i, 8 * e[2] + e[1])
+    for n in range(p.tile_kv // 8):
+        for c in range(2):
+            for i in range(2):
+                S[i, c, n] = S[i, c, n] * by.of(0, i, 8 * n + c)
 
 
 def hide(p, fn, S, tile, col0):

@@ -434,11 +434,13 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
 
 def _served(special: Variant, options: Options) -> dict[str, Any]:
     """What planning must know of a variant: which keys a run of rows can see, and what of their positions it reads."""
-    from attncc.codegen import work
+    from attncc.codegen import vectors, work
     from attncc.ir.nodes import leaves
 
+    in_kernel = for_kernels(special)  # a factor of a key is that of each row's own request
+    transformed = [leaves(getattr(in_kernel, slot)) for slot in vectors.used_slots(in_kernel) if slot in ("f_k", "f_v")]
     reads = frozenset[str]().union(*(leaves(e) for _, e in special.expressions()))
     return {
         "page_size": options.page_size, "visible": work.visible(special), "positions": sorted(reads & POSITIONS),
-        "keys_by_request": sorted((leaves(special.f_k) | leaves(special.f_v)) & OF_REQUEST),
+        "keys_by_request": sorted(frozenset().union(*transformed) & OF_REQUEST),
     }  # fmt: skip

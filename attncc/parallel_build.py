@@ -123,11 +123,14 @@ def show(results: Sequence[Result]) -> int:
         for r in built:
             assert r.manifest is not None
             for name, kernel in r.manifest["kernels"].items():
-                stages = "/".join(map(str, kernel["stages"]))  # slots of the rings for Q, K and V
+                if "stages" in kernel:  # slots of the rings for Q, K and V
+                    tile, stages = f"{kernel['tile_q']}×{kernel['tile_kv']}", "/".join(map(str, kernel["stages"]))
+                    seconds = f"{kernel['build_seconds']:.1f} s"
+                else:  # a pre-pass has no tiles
+                    tile = stages = seconds = "-"
                 table.add_row(
                     r.job.name if name == "forward" else f"{r.job.name} {name}",
-                    f"{kernel['tile_q']}×{kernel['tile_kv']}", stages, str(kernel["registers"]),
-                    f"{kernel['smem']:,}", str(kernel["spill_bytes"]), f"{kernel['build_seconds']:.1f} s",
+                    tile, stages, str(kernel["registers"]), f"{kernel['smem']:,}", str(kernel["spill_bytes"]), seconds,
                 )  # fmt: skip
         Console(highlight=False, width=max(shutil.get_terminal_size().columns, 100)).print(table)
         click.echo("".join(f"{r.job.name} -> {r.job.output}\n" for r in built), nl=False)

@@ -275,18 +275,26 @@ def test_without_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_build_several_in_processes(tmp_path: Path, kernel_cache: Path) -> None:
-    unbuildable = str(ROOT / "examples" / "llama31_rope.attn")
+    unbuildable = tmp_path / "emits.attn"
+    unbuildable.write_text("attention emits():\n    mask = j <= i\n    emit peak[h] = max(l)\n")
     out = tmp_path / "out"
-    result = attncc("build", GEMMA, unbuildable, "-o", str(out), "--head-dim", "64", "-j", "2", code=1)
+    result = attncc("build", GEMMA, str(unbuildable), "-o", str(out), "--head-dim", "64", "-j", "2", code=1)
     header, *rows = result.stdout.splitlines()
     for title in ("kernel", "tile", "stages", "registers", "shared memory", "spilled bytes", "build time"):
         assert title in header
     assert [row.split()[0] for row in rows[:2]] == ["gemma2_global", "gemma2_local"]
-    assert "llama31_rope: not built" in result.stderr and "llama31_rope.attn:5:" in result.stderr
+    assert "emits: not built" in result.stderr and "emits.attn:3:" in result.stderr
     assert sorted(p.name for p in out.iterdir()) == ["gemma2_global", "gemma2_local"]
     manifest = json.loads((out / "gemma2_local" / "manifest.json").read_text())
     assert manifest["variant"]["name"] == "gemma2_local" and manifest["head_dim_qk"] == 64
     assert manifest["kernels"]["forward"]["spill_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_build_shows_every_kernel_of_a_variant(tmp_path: Path, kernel_cache: Path) -> None:
+    llama = str(ROOT / "examples" / "llama31_rope.attn")
+    shown = attncc("build", llama, "-o", str(tmp_path / "out"), "--head-dim", "64").stdout
+    assert all(f"llama31_rope{name} " in shown for name in ("", " prepared", " prepass"))
 
 
 @pytest.mark.slow

@@ -177,7 +177,7 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     emitted, config = generated(special, options)
     import tempfile
 
-    from attncc.codegen import prepass
+    from attncc.codegen import listing, prepass
     from attncc.codegen.build import build
 
     transforms = config.f_k or config.f_v
@@ -186,11 +186,13 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
             f"prepass: expected None or False, since {written.name} transforms neither k nor v, found True"
         )
     ahead = transforms and options.prepass is not False and options.layout in prepass.LAYOUTS
-    parts = [] if ahead and options.prepass else [(config.name, build, emitted, config)]
+    parts: list[tuple[Any, ...]] = [] if ahead and options.prepass else [(config.name, build, emitted, config)]
     if ahead:
         other, plain = generated(prepass.prepared(special, config), options)
         plain = replace(plain, prepared=True)
         parts += [(plain.name, build, other, plain), (prepass.NAME, prepass.build, emitted, config)]
+    if config.lists_by:
+        parts.append((listing.NAME, listing.build, emitted, config))
     kernels, files = {}, {}
     with tempfile.TemporaryDirectory(prefix="attncc-build-") as work_dir:
         for name, make, *part in parts:
@@ -405,9 +407,12 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     from attncc import __version__
     from attncc.codegen import vectors
     from attncc.codegen.config import DSL_VERSION
+    from attncc.codegen.listing import described
     from attncc.ir.text import print_variant
 
     served = {} if options.layout == "dense" else _served(special, options)
+    if special.domain is not None:
+        served |= {"domain": described(special.domain)}
     columns = vectors.table_columns(special, {"d": options.head_dim_qk, "e": options.head_dim_vo})
 
     def dims_of(t: TensorParam) -> list[str | int]:
@@ -440,6 +445,8 @@ def _served(special: Variant, options: Options) -> dict[str, Any]:
     in_kernel = for_kernels(special)  # a factor of a key is that of each row's own request
     transformed = [leaves(getattr(in_kernel, slot)) for slot in vectors.used_slots(in_kernel) if slot in ("f_k", "f_v")]
     reads = frozenset[str]().union(*(leaves(e) for _, e in special.expressions()))
+    if special.domain is not None:
+        reads = reads.union(*(leaves(e) for e in (*special.domain.index, special.domain.size) if e is not None), {"j"})
     return {
         "page_size": options.page_size, "visible": work.visible(special), "positions": sorted(reads & POSITIONS),
         "keys_by_request": sorted(frozenset().union(*transformed) & OF_REQUEST),

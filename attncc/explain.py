@@ -119,7 +119,9 @@ class Explanation:
             lines += ["the analysis does not know (counted as partial where it decides):", *(f"  {x}" for x in unknown)]
         elif not self.missing:
             lines.append("the whole mask was analysed")
-        if self.ranges.contiguous:
+        if self.variant.domain is not None:
+            lines.append("the kernel asks the lists of the domain about each tile before it is loaded")
+        elif self.ranges.contiguous:
             lines.append("each row sees one run of keys: the kernel loops over its tiles and tests none")
         elif self.ranges.may is None:
             lines.append("the kernel loops over one run of tiles and tests none")

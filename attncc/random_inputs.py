@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attncc.codegen.vectors import table_columns
 from attncc.compiler import MAX_PAGE_SIZE
-from attncc.ir.nodes import Const, TensorParam, Variant
+from attncc.ir.nodes import I32, Const, Param, TensorParam, Variant
 
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -61,6 +62,7 @@ def random_inputs(
     gen = torch.Generator(device).manual_seed(seed)
     q, k, v = _qkv(shape, (shape.batch, shape.qo_len), (shape.batch, shape.kv_len), dtype, gen)
     scalars, chosen = _scalars(variant, shape, given or {})
+    variant = _sized(variant, scalars)
     tensors = {t.name: _tensor(t, variant, shape, gen) for t in variant.tensors if t.name not in scalars}
     return Inputs(q, k, v, {**scalars, **tensors}, chosen)
 
@@ -129,6 +131,15 @@ def _range(param: TensorParam, variant: Variant, shape: Shape) -> tuple[int, int
     return 0, max(1, shape.kv_len), torch.int32
 
 
+def _sized(variant: Variant, scalars: dict[str, object]) -> Variant:
+    """The variant with the size of its domain's blocks as a number, where a scalar says it."""
+    d = variant.domain
+    if d is None or not isinstance(d.size, Param):
+        return variant
+    value: Any = {**{p.name: p.default for p in variant.scalars}, **scalars}[d.size.name]
+    return replace(variant, domain=replace(d, size=Const(int(value), I32)))
+
+
 def _selection(variant: Variant) -> str | None:
     return None if variant.domain is None else variant.domain.tensor
 
@@ -136,7 +147,7 @@ def _selection(variant: Variant) -> str | None:
 def _num_blocks(variant: Variant, shape: Shape) -> int:
     assert variant.domain is not None
     size = variant.domain.size
-    return max(1, -(-shape.kv_len // int(size.value))) if isinstance(size, Const) else 1
+    return max(1, -(-shape.kv_len // max(1, int(size.value)))) if isinstance(size, Const) else 8
 
 
 # ---------------------------------------------------------------------- served batches
@@ -162,7 +173,7 @@ def random_batch(
     longest = replace(shape, batch=len(qo), qo_len=max(qo, default=0), kv_len=max(kv, default=0))
     q, k, v = _qkv(shape, (sum(qo),), (sum(kv),), dtype, gen)
     scalars, chosen = _scalars(variant, longest, given or {})
-    params = dict(scalars)
+    params, variant = dict(scalars), _sized(variant, scalars)
     for t in variant.tensors:
         dims = tuple({"iq": sum(qo), "j": sum(kv)}.get(str(dim), dim) for dim in t.dims)
         params[t.name] = _tensor(replace(t, dims=dims), variant, longest, gen)

@@ -285,10 +285,6 @@ def test_a_const_that_makes_a_divisor_zero_is_an_error_with_its_place(call):
 
 REFUSED = {
     "emit peak[h] = max(l)": (2, "kernels can't emit yet (emit peak)"),
-    "tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)": (
-        3,
-        "kernels can't select blocks yet (slot domain)",
-    ),
 }
 
 

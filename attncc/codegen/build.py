@@ -111,8 +111,8 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
 
 
 def build_small(kernel, host, name: str, params, threads: int, work_dir: Path, *constants) -> tuple[dict, dict]:
-    """(manifest's entry, {name: bytes}) of a kernel without a variant that takes values alone: its (name, kind) pairs
-    are `params`; `constants` follow the stream in `host`.  Raises BuildError as `build`."""
+    """(manifest's entry, {name: bytes}) of a kernel that takes values alone: its (name, kind) pairs are `params`;
+    `constants` follow the stream in `host`.  Raises BuildError as `build`."""
     require_dsl()
     values = samples(params)
     compiled = compile_with(kernel, host, name, work_dir, values, make_fake_stream(), *constants)

@@ -10,9 +10,10 @@ from math import gcd
 from attncc.ir.decompose import Logits, decompose, sign
 from attncc.ir.fold_vectors import weight_of
 from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, leaves, make, walk
-from attncc.ir.ranges import TileRanges, tile_ranges
+from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
+from .listing import lists_of, mask_ranges, with_domain
 from .vectors import turnings, used_slots
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
@@ -68,6 +69,12 @@ class KernelConfig:
     # what a packed tile's rows do not share (Emitted says)
     columns_by_row: bool = False
     ranges_by_row: bool = False
+    # a domain's lists of blocks, which the kernel reads as bitmaps (listing.py)
+    lists_by: str = (
+        ""  # "h", "g": a query head, a kv head has lists of its own; "row": all share a row's; "": no domain
+    )
+    walks_lists: bool = False  # blocks of keys that no row of a tile lists are not visited
+    list_block: int = 0  # keys of a listed block, where a thread looks its bits up once a block of keys; 0: a score
 
     @property
     def served(self) -> bool:
@@ -162,8 +169,8 @@ def shape_of(tile_qk: int, tile_vo: int) -> tuple[int, int, int, int]:
 
 @lru_cache(maxsize=8)
 def ranges_of(variant: Variant) -> TileRanges:
-    """Asked for by planning, tile choice and emission; some masks take half a second."""
-    return tile_ranges(variant)
+    """Asked for by planning, tile choice and emission; some masks take half a second.  A domain can only hide more."""
+    return mask_ranges(variant)
 
 
 def logits_of(variant: Variant, layout: str) -> Logits:
@@ -226,20 +233,24 @@ def choose(
     """The kernel for a specialised, simplified variant."""
     ranges, logits = ranges_of(variant), logits_of(variant, layout)
     tile_kv, k_stages, v_stages, q_stages = shape_of(tile_of(head_dim_qk), tile_of(head_dim_vo))
-    mask = variant.mask != Const(True, BOOL)
+    mask = variant.mask != Const(True, BOOL) or variant.domain is not None
     # keys in blocks are listed, so all are visited, and where they stand is looked up: nothing runs on from key to key
     listed = layout == "blocks"
-    counted = listed or (ranges.may is None and ranges.must is None)
+    lists = lists_of(variant, layout, tile_kv)
+    tile_kv, finer = lists.tile_kv, tile_kv // lists.tile_kv
+    ranges = with_domain(ranges, variant, lists.walked)
+    counted = listed or (ranges.may is None and ranges.must is None and not lists.walked)
     masks_below = not (listed or starts_at_zero(ranges))
     score, slots = kind_of_score(logits), used_slots(variant)
     by_row = differ_by_row(factors_of(variant, logits), layout)
+    row_bounds = ranges.contiguous and not listed and (variant.domain is None or lists.block > 0)
     config = KernelConfig(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
-        tile_kv=tile_kv, warpgroups=2, k_stages=k_stages, v_stages=v_stages, q_stages=q_stages,
+        tile_kv=tile_kv, warpgroups=2, k_stages=k_stages * finer, v_stages=v_stages * finer, q_stages=q_stages,
         turns=layout == "dense", dynamic=mask,
         early_item=layout == "dense" and counted and not masks_below and score == "dot",
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
-        mask=mask, counted=counted, row_bounds=ranges.contiguous and not listed, masks_below=masks_below,
+        mask=mask, counted=counted, row_bounds=row_bounds, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
@@ -247,6 +258,7 @@ def choose(
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
+        lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block,
     )  # fmt: skip
     return config.with_bytes_on_their_way()
 

@@ -14,17 +14,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from attncc.ir.decompose import Logits
 from attncc.ir.fold_vectors import weight_of
-from attncc.ir.nodes import F32, Const, Expr, Leaf, Load, Op, Param, TensorParam, Variant, leaves, make, walk
+from attncc.ir.nodes import (
+    F32,
+    I32,
+    Const,
+    Domain,
+    Expr,
+    Leaf,
+    Load,
+    Op,
+    Param,
+    TensorParam,
+    Variant,
+    leaves,
+    make,
+    walk,
+)
 from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
 from .config import BY_ROW, ROW_LEAVES, KernelConfig, logits_of, ramp, ranges_of, slope
 from .emit_vectors import emit_vectors
+from .listing import BITMAP, block_keys, line_index, whole_mask, with_domain, with_lines
 from .prelude import IMPORTS, helpers_for
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
@@ -419,7 +435,7 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterato
 def emit(variant: Variant, config: KernelConfig) -> Emitted:
     """The functor module of a specialised, simplified variant."""
     ranges, logits = ranges_of(variant), logits_of(variant, config.layout)
-    m = Emitter(variant, config)
+    m = Emitter(with_lines(variant), config)
     all_below = (m.head, m.row, m.col)
     # what does not stand under `seen`: a row may see no key at all, and a block may reach past kv_len
     unseen = Guards(checked=True)
@@ -436,11 +452,15 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
     m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage, unseen))
     stage = m.cell("mask", ("i", "j"), all_below)
-    m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(variant.mask, stage, unseen))
+    # lists that a thread knows once a block of keys are no part of it
+    mask = variant.mask if config.list_block else whole_mask(variant)
+    m.function("mask(x, hd, rw, cl, i, j)", stage, m.value(mask, stage, unseen))
     if variant.scan.sink is not None:
         base2 = Op("mul", (variant.scan.sink, Const(math.log2(math.e), F32)), F32)
         m.function("sink(x, hd, rw, i)", stage := m.cell("sink", ("i",), (m.head, m.row)), m.value(base2, stage))
-    emit_ranges(m, ranges)
+    emit_ranges(m, with_domain(ranges, variant, config.walks_lists))
+    if variant.domain is not None:
+        emit_lists(m, variant.domain)
     emit_vectors(m, variant, unseen)
     return Emitted(variant.name, m.text(), tuple(m.params), m.columns_by_row, by_head(ranges), other_keys(variant))
 
@@ -484,3 +504,21 @@ def emit_ranges(m: Emitter, ranges: TileRanges) -> None:
     stage = m.cell("classify", ("i0", "i1", "j0", "j1"), ())
     may, must = ("Boolean(True)" if e is None else m.value(e, stage) for e in (ranges.may, ranges.must))
     m.function("classify(x, i0, i1, j0, j1)", stage, f"{may}, {must if ranges.must is not None else 'Boolean(False)'}")
+
+
+def emit_lists(m: Emitter, d: Domain) -> None:
+    """Where a row's line of bits lies, how many keys a block has, and the list that the line is made from."""
+    lines, listing = m.tensors[BITMAP], m.tensors[d.tensor]
+    stage = m.cell("line", ("iq",), ())
+    index = list(expand(lines, (*line_index(d), Const(0, I32)), m.layout))[:-1]
+    m.function("line(x, iq)", stage, m.address(lines, index, stage, Guards()))
+    m.function("block_keys(x)", stage := m.cell("block_keys", (), ()), m.value(block_keys(d), stage))
+    # read where the indices are in range: else no key of the row exists, or nobody asks for it
+    stage, unseen = m.cell("list", ("i", "iq"), ()), Guards(checked=True)
+    every, whole = d.index.index(None), tuple(x or Const(0, I32) for x in d.index)
+    at = len(list(expand(replace(listing, dims=listing.dims[:every]), whole[:every], m.layout)))
+    rest = [a for a in expand(listing, whole, m.layout) if a.k != at]
+    ok = " & ".join(f"({c})" for c in m.inside(listing, rest, stage, unseen)) or "Boolean(True)"
+    address = m.address(listing, rest, stage, unseen)
+    stride, size = (m.param(f"t.{d.tensor}.{what}.{at}", "i32") for what in ("stride", "size"))
+    m.function("listed(x, i, iq)", stage, f"{address}, {stride}, cutlass.select_({ok}, {size}, Int32(0))")

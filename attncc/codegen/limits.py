@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
-from attncc.ir.nodes import Variant
+from attncc.ir.nodes import Load, Variant, walk
 
 from .vectors import own_names, ropes
 
@@ -36,9 +36,14 @@ class Limit:
         return f"nearest: {self.instead}, or {REFERENCE}" if self.instead else f"nearest: {REFERENCE}"
 
 
-def domains(v: Variant) -> Iterator[Found]:
-    if v.domain is not None:
-        yield v.domain.span, v.domain.tensor
+def lists_over_keys(v: Variant) -> Iterator[Found]:
+    """A domain whose lists are found through a tensor over j: where that lies, only an item of attention knows."""
+    if v.domain is None:
+        return
+    read = {x.tensor for e in v.domain.index if e is not None for x in walk(e) if isinstance(x, Load)}
+    for t in v.tensors:
+        if "j" in t.dims and t.name in {*read, v.domain.tensor}:
+            yield v.domain.span, t.name
 
 
 def emits(v: Variant) -> Iterator[Found]:
@@ -50,8 +55,9 @@ def untabulated(v: Variant) -> Iterator[Found]:
 
 
 LIMITS: tuple[Limit, ...] = (
-    Limit("domain", "selected blocks", domains, "kernels can't select blocks yet (slot domain)",
-          "say which keys exist in mask"),
+    Limit("domain", "lists found through a tensor over `j`", lists_over_keys,
+          "kernels over pages, rows and blocks can't find lists through {}, a tensor over j", "a tensor over `pos`",
+          ("ragged", "paged", "blocks")),
     Limit("emit", "extra outputs", emits, "kernels can't emit yet (emit {})"),
     Limit("rope", "a `theta` or `scaling` that rows, heads or requests differ in", untabulated,
           "kernels can't tabulate frequencies that depend on {}", "give `cos =` and `sin =` tables"),

@@ -63,12 +63,12 @@ class TileRanges:
         return substitute(self.lo, at), substitute(self.hi, at)
 
 
-def tile_ranges(v: Variant, *, without: Collection[str] = ()) -> TileRanges:
+def tile_ranges(v: Variant, *, without: Collection[str] = (), guarded: bool = False) -> TileRanges:
     """The tile ranges of a variant's mask (and domain, of which nothing is known).  Tensors named in `without` are not
-    read: what the mask asks of them counts as unknown."""
+    read: what the mask asks of them counts as unknown.  `guarded`: nor is what the mask reads there for every key."""
     share = Interner()
     mask = share(whole_mask(v))
-    reads = Reads(v, mask, without)
+    reads = Reads(v, mask, without, guarded)
     clauses = Clauses(reads)
     shown, unknown = regions(clauses.of(mask, True), reads)
     hidden, unknown_too = regions(clauses.of(mask, False), reads)

@@ -90,10 +90,11 @@ def negated(x: Literal) -> Literal | None:
 class Reads:
     """Which loads may be evaluated where: a load under a guard may read out of range where the guard says no."""
 
-    def __init__(self, v: Variant, mask: Expr, without: Collection[str] = ()):
+    def __init__(self, v: Variant, mask: Expr, without: Collection[str] = (), guarded: bool = False):
         self.tensors = {t.name: t for t in v.tensors}
-        self.always = set(_unguarded(mask))  # read for every row and key there is
+        self.always = set() if guarded else set(_unguarded(mask))  # read for every row and key there is
         self.without = without  # tensors that nothing may be asked of
+        self.guarded = guarded  # something that isn't known hides keys beside the mask
 
     def known(self, e: Expr) -> bool:
         return not self.without or not any(isinstance(x, Load) and x.tensor in self.without for x in objects(e))

@@ -314,7 +314,8 @@ def region(clause: Clause, reads: Reads, facts: Sequence[Fact] = ()) -> Region |
     """The clause over a tile, where `facts` hold; None where it can't hold."""
     solved = [(x, solve(x, reads) if isinstance(x, AtMost) else None) for x in clause]
     r = Region(clause, [b for _, b in solved if b is not None], reads, facts=list(facts))
-    settled = r.tight  # do the literals so far hold in the cells whose ends are looked at?
+    # do the literals so far, and what guards the mask, hold in the cells whose ends are looked at?
+    settled = r.tight and not reads.guarded
     for x, bound in solved:
         safe = all(map(reads.anywhere, parts(x)))
         known = all(map(reads.known, parts(x)))

@@ -8,9 +8,11 @@ scalars alone.
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,13 @@ FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, w
 @dataclass(frozen=True, eq=False)
 class Planned:
     """What runs are checked against.  `served`: which kernel they launch; `needs`: what their tensors must have, by the
-    keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `keys`: how many rows k and
-    v must have, where a block-sparse plan had to guess."""
+    keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `owners`: whose rows are,
+    for kernels that ask; `keys`: how many rows k and v must have, where a block-sparse plan had to guess."""
 
     served: Served
     needs: Mapping[str, int]
     scalars: tuple[tuple[int, str, int | float], ...]
+    owners: Callable[[], dict[str, np.ndarray]]
     keys: int | None = None
 
 
@@ -230,7 +233,8 @@ class BatchAttention:
         shape = replace(self._shape, page_size=size, tile_kv=served.loaded.entry["tile_kv"])
         made = block_sparse.plan(shape, matrix)
         exact = matrix.exact and block_sparse.reads_kv_len(served.manifest)
-        planned = Planned(served, matrix.needs, values, matrix.kv_len if exact else None)
+        owners = partial(planning.owners, np.array([0, matrix.qo_len]), np.array([matrix.kv_len]))
+        planned = Planned(served, matrix.needs, values, owners, matrix.kv_len if exact else None)
         self._adopt(planned, made, [matrix.columns])
 
     def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
@@ -278,7 +282,9 @@ class BatchAttention:
         return self._prepared
 
     def _adopt_tables(self, served: Served, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
-        planned = Planned(served, serving.needs(tables), tuple(values))
+        inner = tables[-1]
+        owners = partial(planning.owners, inner.qo_indptr, serving.keys_of(tables))
+        planned = Planned(served, serving.needs(tables), tuple(values), owners)
         self._adopt(planned, made, [t.kv_indices for t in tables if t.kv_indices is not None])
 
     def _adopt(self, planned: Planned, made: planning.Plan, ids: Sequence[np.ndarray]) -> None:
@@ -295,6 +301,8 @@ class BatchAttention:
         parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
         lists = {"row_request": made.row_request, "requests": made.requests}
         parts |= {name: x for name, x in lists.items() if x is not None}
+        if planned.served.lists and made.row_request is None:
+            parts |= planned.owners()
         self._make_room(sum(map(len, ids)), parts)
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
             made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
@@ -344,7 +352,8 @@ class BatchAttention:
         the memory to write, which nothing else here lies in.  Variant parameters by name, tensors over iq as [nnz_qo],
         over j as k's leading dimensions.
 
-        Launches on torch's current stream; neither allocates nor waits where `out` and `lse` are given.  While a graph
+        Launches on torch's current stream; never waits, and allocates nothing where `out` and `lse` are given, but for
+        the lists of a domain, which it turns into bits first.  While a graph
         is captured q may have more rows than the plan, for later plans to use; rows beyond a plan's are not written.
         """
         if (type(kv) is not tuple and type(kv) is not list) or len(kv) != 2:
@@ -396,10 +405,15 @@ class BatchAttention:
         else:
             bound.planned = planned
 
-    def _hold(self, bound: Any, scalars: Sequence[int | float]) -> None:
+    def _positions(self) -> int:
+        """The most keys of a request of the plan."""
+        assert self._planned is not None
+        return self._planned.needs["positions"]
+
+    def _hold(self, bound: Any, scalars: Sequence[int | float], limits: Sequence[serving.Limit]) -> None:
         """A graph captures a run: from now on plans must fit what it holds."""
         assert self._planned is not None
-        self._held.update(bound.limits)
+        self._held.update(bound.limits, limits)
         self._held_kinds.add(self._planned.served.kind)
         self._held_scalars.setdefault(self._planned, []).append(tuple(scalars))
 
@@ -427,9 +441,12 @@ class BatchAttention:
         elif unfit:
             bound = Copies(self._run, frozenset(unfit))
         else:
-            binding, first = served.bind(sizes, tensors, written, self._addresses())
+            launches = served.bind(sizes, tensors, written, self._addresses())
             zeros = 0 if k.numel() else self._arena.address("zeros")
-            bound = ServedLaunch(served, binding, results, zeros, self._run, self._hold, first)
+            room = math.prod(k.shape[:-2])  # keys of one request at most, unless it has a page twice
+            bound = ServedLaunch(
+                served, launches, results, zeros, self._run, self._hold, lambda: (self._positions(), room)
+            )
         bound.requires_grad = any(t.requires_grad for t in (*tensors, out, lse) if t is not None)
         bound.limits, bound.planned = serving.limits(spec, sizes, rest), None
         with self._lock:

@@ -17,6 +17,7 @@ from attncc.runtime import arguments as check
 from attncc.runtime import launch, prepass, routes
 from attncc.runtime.artifact import Artifact
 from attncc.runtime.driver import driver as cuda_driver
+from attncc.runtime.listing import Listing, line_param
 from attncc.runtime.results import Copies, Nothing, Results
 from attncc.runtime.tensor_map import ALIGNMENT
 from attncc.runtime.workspace import Workspace
@@ -122,11 +123,18 @@ class Kernel:
         """The artifact, where it is one that this runtime can launch."""
         m = artifact.manifest
         name, others = KERNELS.get(m["layout"]), [routes.PREPARED, routes.PREPASS]
-        if m["dtype"] not in check.DTYPES or list(m["kernels"]) not in ([name], [name, *others], others):
+        lists = m.get("domain")
+        names = list(m["kernels"])
+        if lists and names[-1:] == [launch.LISTING]:
+            names.pop()
+        elif lists:
+            names = []
+        if m["dtype"] not in check.DTYPES or names not in ([name], [name, *others], others):
             kind = (m["layout"], m["dtype"], *sorted(m["kernels"]))
             raise ValueError(f"artifact {artifact.path}: {', '.join(kind)}: not a kind of kernel that this attncc runs")
+        lines = [line_param(lists)] if lists else []
         for kernel in m["kernels"].values():
-            launch.check_params(kernel, check.Spec.of(m, self._device_type), m["layout"])
+            launch.check_params(kernel, check.Spec.of(m, self._device_type), m["layout"], lines)
         return artifact
 
     def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
@@ -213,7 +221,11 @@ class Kernel:
         binding.set_fields(fields)
         take = self._workspaces[results.device, "dense", None].take
         first = None if before is None else prepass.Prepass(before, spec, k, v, fields, {})
-        return _Launch(self, device, take, binding, results, empty_kv=sizes.kv_len == 0, first=first)
+        listing, manifest = None, self.serving("dense").manifest
+        if "domain" in manifest:
+            heads, rows = (sizes.num_qo_heads, sizes.num_kv_heads), (sizes.batch, sizes.qo_len)
+            listing = Listing(device, manifest, spec, binding, fields, heads, rows, {})
+        return _Launch(self, device, take, binding, results, sizes.kv_len, first, listing)
 
     def loaded(self, where: torch.device, layout: str = "dense", page_size: int | None = None) -> launch.Loaded:
         """The kernel for a layout, loaded on a device once for all who launch it.  Raises as `serving`, and as
@@ -235,14 +247,15 @@ class _Launch:
 
     def __init__(
         self, kernel: Kernel, device: launch.Loaded, take: Callable[[int, bool], tuple[int, int, Any]],
-        binding: launch.Binding, results: Results, empty_kv: bool, first: prepass.Prepass | None,
+        binding: launch.Binding, results: Results, kv_len: int, first: prepass.Prepass | None,
+        listing: Listing | None,
     ):  # fmt: skip
-        """`first`: the pre-pass that makes its k and v."""
+        """`first`: the pre-pass that makes its k and v; `listing`: what makes the lines of a domain."""
         spec = kernel._spec
         self._first = first
         self._kernel, self._driver, self._binding = kernel, device.driver, binding
         self._index, self._take = device.index, take
-        self._results, self._empty_kv = results, empty_kv
+        self._results, self._kv_len, self._listing = results, kv_len, listing
         self._q, self._k, self._v, self._o = (binding.cell(name) for name in launch.MAPS)
         self._lse, self._tickets = binding.cell("lse"), binding.cell("tickets")
         # With the places of their values among the arguments of `call`: `zip` takes longer than a look-up.
@@ -264,8 +277,9 @@ class _Launch:
         driver, binding = self._driver, self._binding
         stream = driver.current_stream(self._index)
         tickets, zeros, alive = self._take(stream, driver.is_capturing(stream))
-        if self._empty_kv:
+        if not self._kv_len:
             k = v = zeros
+        lines = None
         if self._first is not None:
             made = self._first.call(tensors, scalars, stream)
             k, v = made[1].data_ptr(), made[2].data_ptr()
@@ -284,8 +298,11 @@ class _Launch:
                     raise ValueError(
                         f"a tensor parameter of {self._kernel.variant}: misaligned elements at {pointer:#x}"
                     )
+            if self._listing is not None:
+                words = self._listing.words(self._kv_len, self._listing.block(scalars))
+                lines = self._listing.launch(stream, tensors, scalars, words)
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
-        del alive  # the allocator reuses it in stream order
+        del alive, lines  # the allocator reuses them in stream order
         return (out, lse) if return_lse else out
 
 

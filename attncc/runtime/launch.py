@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +49,21 @@ OF_PREPASS = {
     "k", "k_out", "v", "v_out", "requests", "header", "batch", "rows", "qo_len", "kv_len", "num_qo_heads",
     "num_kv_heads", "group_size", *(f"{x}_{dim}_stride" for x in "kv" for dim in ("batch", "row", "head")),
 }  # fmt: skip
+LISTING, LINES = "listing", "domain"  # a kernel of an artifact, and the name among a kernel's tensors of what it writes
+OF_LISTING = {"lines", "words", "team", "rows"}
 
 
-def check_params(kernel: Mapping[str, Any], spec: Spec, layout: str = "dense") -> None:
-    """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly."""
+def check_params(
+    kernel: Mapping[str, Any], spec: Spec, layout: str = "dense", lines: Iterable[TensorParam] = ()
+) -> None:  # fmt: skip
+    """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly.
+    `lines`: what a domain adds to the variant's tensors."""
     own = OF_PREPASS if "of" in kernel else KNOWN["dense" if layout == "dense" else "served"]
-    known = {*own, *(f"s.{s.name}" for s in spec.scalars)}
-    known |= {f"t.{t.name}" for t in spec.tensors}
+    tensors = (*spec.tensors, *lines)
+    known = {*own, *(OF_LISTING if lines else ()), *(f"s.{s.name}" for s in spec.scalars)}
+    known |= {f"t.{t.name}" for t in tensors}
     pairs = ("iq", "j") if layout == "dense" else ("j",)  # index spaces of two dimensions
-    dims = {f"t.{t.name}": sum(2 if d in pairs else 1 for d in t.dims) for t in spec.tensors}
+    dims = {f"t.{t.name}": sum(2 if d in pairs else 1 for d in t.dims) for t in tensors}
     known |= {f"{t}.{what}.{k}" for t, n in dims.items() for what in ("stride", "size") for k in range(n)}
     end = 0
     for param in kernel["params"]:
@@ -108,14 +114,14 @@ class Loaded:
         self.function = driver.load(artifact.cubins[self.name], self.entry, artifact.manifest["arch"], self.index)
         self.sm_count = driver.sm_count(self.index)
         self._maps = MapCache(driver.encode)
-        self._artifact, self._where, self._others = artifact, where, dict[str, Loaded]()
+        self._artifact, self.where, self._others = artifact, where, dict[str, Loaded]()
 
     def other(self, name: str) -> Loaded:
         """Another kernel of the artifact."""
         if name == self.name:
             return self
         if name not in self._others:
-            self._others.setdefault(name, Loaded(self.driver, self._artifact, self._where, name))
+            self._others.setdefault(name, Loaded(self.driver, self._artifact, self.where, name))
         return self._others[name]
 
     def encode(self, t: Any, dtype: str, tma: Mapping[str, Any], address: int) -> bytes | None:

@@ -102,6 +102,16 @@ def capacity(shape: Shape) -> dict[str, int]:
     }
 
 
+def owners(qo_indptr: np.ndarray, kv_len: np.ndarray) -> dict[str, np.ndarray]:
+    """row_request and requests of a batch: whose every row is, and what a request has."""
+    lengths = np.diff(qo_indptr)
+    table = np.stack([qo_indptr[:-1], lengths, kv_len, np.zeros_like(kv_len)], axis=1)
+    return {
+        "row_request": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        "requests": table.astype(np.int32).reshape(-1),
+    }
+
+
 def ample_partial_rows(shape: Shape) -> int:
     """Partial rows that cutting can ask for, whatever the batch (cascades aside); `shape.partial_rows` is not read."""
     rows = shape.max_qo_rows * shape.group_size

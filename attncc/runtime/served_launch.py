@@ -10,11 +10,12 @@ import torch
 from attncc.runtime import arguments as check
 from attncc.runtime import launch, prepass, routes
 from attncc.runtime.arguments import I32_MAX, Spec
+from attncc.runtime.listing import Listing
 from attncc.runtime.results import Copies, Results
 from attncc.runtime.tensor_map import ALIGNMENT
 
 if TYPE_CHECKING:
-    from attncc.runtime.serving_arguments import ServedSizes
+    from attncc.runtime.serving_arguments import Limit, ServedSizes
 
 MISALIGNED = ALIGNMENT - 1
 GATHERED = 1 << 32  # units of 16 bytes: how far from the first row a kernel finds the others that it gathers
@@ -33,10 +34,11 @@ class Served:
         self.pages = None if self.blocks else self.page_size
         self.first = loaded.other(routes.PREPASS) if loaded.name == routes.PREPARED else None
         self.kind = (manifest["layout"], self.page_size, loaded.name)
+        self.lists = manifest.get("domain") is not None
 
     def bind(
         self, sizes: ServedSizes, tensors: Sequence[torch.Tensor], out: torch.Tensor, addresses: Mapping[str, int]
-    ) -> tuple[launch.Binding, prepass.Prepass | None]:
+    ) -> tuple[launch.Binding, prepass.Prepass | None, Listing | None]:
         """The launch of a run with tensors like q, k, v, parameters, and `out`, and of what comes before it.
         ValueError where the kernel can't address k or v."""
         q, k, v, *rest = tensors
@@ -73,12 +75,16 @@ class Served:
         binding.set_fields(fields)
         for name, address in addresses.items():
             binding.cell(name).value = address
+        listing = None
+        if self.lists:
+            heads = (sizes.num_qo_heads, sizes.num_kv_heads)
+            listing = Listing(self.loaded, self.manifest, self.spec, binding, fields, heads, (len(q),), addresses)
         if self.first is None or not k.numel():
-            return binding, None
+            return binding, None, listing
         for name, t in zip("kv", given, strict=True):
             key_strides(name, t)
         fields |= {"qo_len": 0, "kv_len": 0}  # a request's own
-        return binding, prepass.Prepass(self.first, self.spec, *given, fields, addresses)
+        return binding, prepass.Prepass(self.first, self.spec, *given, fields, addresses), listing
 
     def _map(self, name: str, t: torch.Tensor, near: int) -> bytes:
         encoded = self.loaded.encode(t, self.manifest["dtype"], self.loaded.entry["tma"][f"map_{name}"], near)
@@ -132,13 +138,17 @@ class ServedLaunch:
     requires_grad = False
 
     def __init__(
-        self, served: Served, binding: launch.Binding, results: Results, empty_kv: int, run: Callable[..., Any],
-        hold: Callable[[ServedLaunch, Sequence[int | float]], None], first: prepass.Prepass | None = None,
+        self, served: Served, bound: tuple[launch.Binding, prepass.Prepass | None, Listing | None], results: Results,
+        empty_kv: int, run: Callable[..., Any],
+        hold: Callable[[ServedLaunch, Sequence[int | float], Sequence[Limit]], None],
+        keys: Callable[[], tuple[int, int]],
     ):  # fmt: skip
-        """`empty_kv`: where k and v point that have no element, else 0.  `run`: the same run with other tensors.
-        `hold`: told of a run that a graph captures.  `first`: the pre-pass that makes its k and v."""
+        """`bound`: of Served.bind.  `empty_kv`: where k and v point that have no element, else 0.  `run`: the same run
+        with other tensors.  `hold`: told of a run that a graph captures, and of what it has beside its tensors.
+        `keys`: the most keys of a request, now and of any plan for these tensors."""
         spec, loaded = served.spec, served.loaded
-        self._binding, self._results, self._empty_kv, self._first = binding, results, empty_kv, first
+        binding, self._first, self._listing = bound
+        self._binding, self._results, self._empty_kv, self._keys = binding, results, empty_kv, keys
         self._driver, self._index, self._run, self._hold = loaded.driver, loaded.index, run, hold
         prefix = "map_" if loaded.entry["source"] == "tma" else ""
         self._q, self._k, self._v, self._o = (binding.cell(n) for n in ("q", f"{prefix}k", f"{prefix}v", "out"))
@@ -160,8 +170,10 @@ class ServedLaunch:
         lse = self._results.make_lse() if lse is None and return_lse else lse
         driver, binding = self._driver, self._binding
         stream = driver.current_stream(self._index)
-        if driver.is_capturing(stream):
-            self._hold(self, scalars)
+        capturing, lines = driver.is_capturing(stream), None
+        words, limits = self._listed(scalars, capturing)
+        if capturing:
+            self._hold(self, scalars, limits)
         if self._first is not None:
             made = self._first.call(tensors, scalars, stream)
             k, v = made[1].data_ptr(), made[2].data_ptr()
@@ -177,8 +189,21 @@ class ServedLaunch:
                 cell.value = pointer = tensors[n].data_ptr()
                 if pointer & mask:
                     raise ValueError(f"{name}: expected elements at multiples of {mask + 1} bytes, found {pointer:#x}")
+            if self._listing is not None:
+                lines = self._listing.launch(stream, tensors, scalars, words)
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
+        del lines  # the allocator reuses them in stream order
         return (out, lse) if return_lse else out
+
+    def _listed(self, scalars: Sequence[int | float], capturing: bool) -> tuple[int, list[Limit]]:
+        """(words of a line of a domain's bits, what plans a graph that holds them can follow)."""
+        if self._listing is None:
+            return 0, []
+        block, (keys, most) = self._listing.block(scalars), self._keys()
+        if not capturing:
+            return self._listing.words(keys, block), []
+        words = self._listing.captured_words(keys, most, block)
+        return words, [("positions", "domain", 32 * words * block)]
 
     def _misaligned(self, tensors, scalars, out, lse, return_lse):
         for name, t in (("k", tensors[1]), ("v", tensors[2])):

@@ -295,14 +295,21 @@ SAYS = {
 def needs(tables: Sequence[Table]) -> dict[str, int]:
     """What a plan needs of the tensors of its runs."""
     inner = tables[-1]
-    paged, keys = inner.kv_indices is not None, inner.kv_len
-    for t in tables[:-1]:  # a request's keys: those of its groups in all levels
-        keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
+    paged, keys = inner.kv_indices is not None, keys_of(tables)
     ends = [0] if paged else [np.maximum.reduce(t.kv_start + t.kv_len, initial=0) for t in tables]
     return {
         "rows": inner.rows, "requests": inner.batch, "pages": max([t.pages for t in tables]),
         "kv_rows": int(max(ends)), "positions": int(np.maximum.reduce(keys, initial=0)),
     }  # fmt: skip
+
+
+def keys_of(tables: Sequence[Table]) -> np.ndarray:
+    """How many keys every request has: those of its groups in all levels."""
+    inner = tables[-1]
+    keys = inner.kv_len
+    for t in tables[:-1]:
+        keys = keys + t.kv_len[np.minimum(t.qo_indptr.searchsorted(inner.qo_indptr[:-1], "right"), t.batch) - 1]
+    return keys
 
 
 def limits(spec: Spec, sizes: ServedSizes, tensors: Sequence[torch.Tensor]) -> list[Limit]:

@@ -206,8 +206,16 @@ def keys_case(variant: str, **options) -> Case:
     return Case(str(KEYS), variant, **{"head_dim": 64, **options})
 
 
+# Domains of every kind.
+LISTS = Path(__file__).resolve().parents[1] / "codegen" / "lists.attn"
+
+
+def list_cases(head_dim: int = 64) -> list[Case]:
+    return [Case(str(LISTS), v.name, head_dim=head_dim) for v in _variants(str(LISTS)) if v.name != "hides_reads"]
+
+
 def all_cases() -> list[Case]:
     """Each kernel once."""
     found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
-    found += folded_cases()
+    found += [*folded_cases(), *list_cases()]
     return list(dict.fromkeys(found))

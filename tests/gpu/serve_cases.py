@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, example, example_cases, folded, hard, vectors
+from cases import Case, example, example_cases, folded, hard, list_cases, vectors
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ VECTORS = [
         ("queries_by_row", 1), ("queries_normed_and_turned", None),
     )
 ] + [Served(vectors("queries_normed_and_turned", d), p) for d in (128, 256) for p in (16, 1)]  # fmt: skip
+LISTS = [Served(case, p) for case in list_cases() for p in (16, 1, None)]
+LISTED_BLOCKS = [Served(case, n, blocks=True) for case in list_cases() for n in (5, 16)]
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
@@ -92,6 +94,8 @@ def all_served() -> list[Served]:
         *BLOCK_VARIANTS,
         *FOLDED,
         *VECTORS,
+        *LISTS,
+        *LISTED_BLOCKS,
         HALF,
     ]
     return list(dict.fromkeys(found))

@@ -151,6 +151,7 @@ def _params(
     mine = {p.name for p in variant.scalars if not p.const}
     scalars, _ = draw._scalars(variant, shape, {**{n: x for n, x in SCALARS.items() if n in mine}, **given})
     params: dict[str, object] = dict(scalars)
+    variant = draw._sized(variant, scalars)
     for t in variant.tensors:
         lies = {"iq": (rows,), "j": keys}
         dims = tuple(part for dim in t.dims for part in lies.get(str(dim), (dim,)))

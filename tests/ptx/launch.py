@@ -68,6 +68,7 @@ class SimulatedDriver:
     """The methods of attncc.runtime.driver.Driver.  `tensors`: the tensor parameters of the next launches by name."""
 
     device_type = "cpu"
+    lines: Segment | None = None  # what the last listing has written
 
     def __init__(
         self, ptx: str, sm_count: int, seed: int = 0, lockstep: bool = True, artifact: Artifact | None = None
@@ -121,8 +122,14 @@ class SimulatedDriver:
         self.launched.append(name)
         if "of" in function:
             finish = prepass.place(memory, number, function, process_memory)
+        elif name == "listing":
+            finish = self.place_listing(memory, number)
         else:
             finish = self.place(memory, values, number, function)
+            if self.lines is not None and "t.domain" in number:
+                if number["t.domain"] != self.lines.base:
+                    raise Fault("the kernel reads other lines of a domain than were written")
+                memory.keep(self.lines)
         translator = self.translator
         if self.folder is not None and name != self.first:
             translator = translated((self.folder / f"{name}.ptx").read_text())
@@ -158,6 +165,23 @@ class SimulatedDriver:
             )
             if lse is not None:
                 collect_lse(lse, number["lse"])
+
+        return finish
+
+    def place_listing(self, memory: GlobalMemory, number: Mapping[str, int]) -> Callable[[], None]:
+        """The same for the lines of a domain: of all rows, which nobody reads further than they are written."""
+        size = 4 * number["rows"] * number["lines"] * number["words"]
+        lines = memory.empty("t.domain", size, number["t.domain"])
+        self.lines = None
+        sizes = {"header": 12, "row_request": 4 * number["rows"], "requests": 16}
+        for name in sizes.keys() & number.keys():
+            size = sizes[name]
+            if name == "requests":
+                size *= 1 + int(process_memory(number["row_request"], 4 * number["rows"]).view("i4").max())
+            memory.put(name, process_memory(number[name], size), base=number[name])
+
+        def finish() -> None:
+            self.lines = lines
 
         return finish
 

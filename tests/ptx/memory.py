@@ -106,6 +106,10 @@ class GlobalMemory:
         lead = 0 if base is None else base % 8
         return self._add(name, size, np.full(lead + size, 0xFF, "u1"), np.zeros(size, "u1"), True, base)
 
+    def keep(self, x: Segment) -> Segment:
+        """What another launch has written and this one may read; what that left out may not be read."""
+        return self._add(x.name, x.size, x.data, x.written, False, x.base)
+
     def find(self, ins: Instr, low: int, high: int) -> Segment | None:
         """The allocation that holds [low, high), None if `low` alone is in one."""
         k = bisect_right(self.bases, low) - 1

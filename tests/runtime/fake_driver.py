@@ -175,3 +175,28 @@ def served_manifest(
 
 def served_artifact(**options):
     return Artifact(served_manifest(**options), {"serve": b"cubin"}, Path("test"))
+
+
+COUNTS = ("rows", "lines", "words", "team", "num_qo_heads", "num_kv_heads", "group_size")
+
+
+def with_lists(made, tensor, by="g", block=64):
+    """The artifact of a variant with a domain: `tensor` lists blocks of `block` keys."""
+    (main,) = made.manifest["kernels"].values()
+    served = made.manifest["layout"] != "dense"
+    pointers = ("header", "row_request", "requests") if served else ()
+    counts = COUNTS if served else (*COUNTS, "qo_len", "kv_len")
+    names = [(n, "ptr") for n in pointers] + [(n, "i32") for n in counts]
+    own = [(p["name"], p["kind"]) for p in main["params"] if p["name"][:2] in ("s.", "t.")]
+    own.append(("t.domain", "ptr"))
+    own += [(f"t.domain.{what}.{k}", "i32") for k in range(4 - served) for what in ("stride", "size")]
+    fixed = [(p["name"], p["kind"]) for p in main["params"] if p["name"][:2] not in ("s.", "t.")]
+    listing = {
+        "cubin": "listing.cubin", "entry": "attncc_listing_0", "params": layout([*names, *own]), "block": [256, 1, 1],
+        "smem": 0, "tma": {},
+    }  # fmt: skip
+    (name,) = made.manifest["kernels"]
+    kernels = {name: {**main, "params": layout([*fixed, *own])}, "listing": listing}
+    domain = {"by": by, "tensor": tensor, "block": block}
+    cubins = {**made.cubins, "listing": b"other"}
+    return Artifact({**made.manifest, "domain": domain, "kernels": kernels}, cubins, made.path)

@@ -20,6 +20,7 @@ from .functors import Block
 from .gather import place
 from .keys import ROWS, Keys, ready_of, say_ready, transform_rows
 from .layout import by_row, panel_width, quad
+from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
 from .ring import release, wait_block
@@ -161,6 +162,7 @@ def attend_few(
         if const_expr(not p.counted):
             loaded = load_factors(mine, fn, tile, block.col0 + KEYS * group)
         left = item.offset + item.keys - (block.col0 - c_in)
+        here = with_lists(mine, fn, tile, block.col0 + KEYS * group, block.masked)
         if group < p.tile_kv // KEYS:
             transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
@@ -171,17 +173,17 @@ def attend_few(
         release(k_ring, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
-            stale = weights(mine, fn, S, P, state, tile, Block(block.col0 + KEYS * group, block.masked), loaded, False)
+            stale = weights(mine, fn, S, P, state, here, Block(block.col0 + KEYS * group, block.masked), loaded, False)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
-            here = v_base + vs * (p.tile_kv * p.tile_vo * 2)
+            values = v_base + vs * (p.tile_kv * p.tile_vo * 2)
             if const_expr(p.chunk):
                 if left < p.tile_kv:
-                    clear_own_tail(p, here, group, left)
+                    clear_own_tail(p, values, group, left)
             transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group)
             if stale:
                 rescale(O, p.tile_vo, state.grow)
-            add_values(p, acc_o, P, Sixteen(here, group, p.tile_kv, p.tile_vo, True))
+            add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))
         cute.arch.sync_warp()
         if const_expr(p.f_v):
             say_ready(ready_of(p, ready, "v"), vs, 1, lead)

@@ -23,6 +23,7 @@ from .functors import Block, Env, Grid, head_of, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .lists import with_lists
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_turnings, fill_turnings
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
@@ -201,12 +202,13 @@ def consume(
         # ---- first block: its scores are on their way
         block = block_of(p, tags, ks, item, 0, c_in)
         loaded = load_factors(p, fn, tile, block.col0)
+        first_tile = with_lists(p, fn, tile, block.col0, True)
         warpgroup.wait_group(0)
         release(k_ring, ks, lead)
         ks, kph = advance(p.k_stages, ks, kph)
         # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
         first = Block(block.col0, Boolean(True)) if p.mask else block
-        weights(p, fn, S, P, state, tile, first, loaded, True)
+        weights(p, fn, S, P, state, first_tile, first, loaded, True)
         if const_expr(p.f_v):
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             transform_block(p, fn, "v", turnings, v_base, ready, vs, item, outer, block, True, lead, c_in)
@@ -215,6 +217,7 @@ def consume(
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
             block = block_of(p, tags, ks, item, step, c_in)
             loaded = load_factors(p, fn, tile, block.col0)
+            here = with_lists(p, fn, tile, block.col0, block.masked)
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             if const_expr(p.f_k):
                 transform_block(p, fn, "k", turnings, k_base, ready, ks, item, outer, block, False, lead, c_in)
@@ -229,7 +232,7 @@ def consume(
             ks, kph = advance(p.k_stages, ks, kph)
             # without a mask only the tail of the keys is cut, and that is the first block
             ahead = block if p.mask else Block(block.col0, Boolean(False))
-            stale = weights(p, fn, S, Pn, state, tile, ahead, loaded, False)
+            stale = weights(p, fn, S, Pn, state, here, ahead, loaded, False)
             warpgroup.wait_group(0)
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)

@@ -16,6 +16,7 @@ tuples, each computed once at its own level:
   sink(x, hd, rw, i)             the sink logit, base 2
   bounds(x, i0, i1)              keys [lo, hi) that any row of i0..i1 sees, [clear_lo, clear_hi) that all see
   classify(x, i0, i1, j0, j1)    (may any cell be seen, must all be)
+  line(x, iq), block_keys(x), listed(x, i, iq)   of a domain: lists.py, listing.py
 
 Vector slots have functions of their own (vectors.py).
 
@@ -83,6 +84,7 @@ class Row(NamedTuple):
     iq: Any
     lo: Any
     hi: Any
+    line: Any = None  # where a domain's bits of it lie
 
 
 class Block(NamedTuple):
@@ -98,6 +100,7 @@ class Tile(NamedTuple):
     rows: tuple[Row, Row]
     i0: Any
     stop: Any  # keys from this position on do not exist; where keys are listed, from this place in the list on
+    chosen: Any = None  # of each row: which columns of one block of keys a domain lists, as bits (lists.py)
 
 
 def open_tile(p, fn, env, i0, row0) -> Tile:
@@ -123,7 +126,8 @@ def open_row(p, fn, env, hd, iq, stop) -> Row:
         lo, hi, _, _ = fn.bounds(env, i, i)
         hi = cutlass.min(hi, stop)
     rw = fn.row(env, hd, i, iq)
-    return Row(env, hd, unit_of(p, fn, hd, rw), rw, i, iq, lo, hi)
+    line = line_of(fn, env, iq) if p.list_block else None
+    return Row(env, hd, unit_of(p, fn, hd, rw), rw, i, iq, lo, hi, line)
 
 
 def position(p, tile: Tile, col0, off: int):
@@ -159,8 +163,11 @@ def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
         bits = prefix(row.hi - col0)
         if p.masks_below:
             bits = bits & ~prefix(row.lo - col0)
+        if p.list_block:
+            bits = bits & tile.chosen[i]
         return (bits & bit_of(off)) != 0
-    return (col0 + off < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, position(p, tile, col0, off))
+    seen = (col0 + off < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, position(p, tile, col0, off))
+    return seen & ((tile.chosen[i] & bit_of(off)) != 0) if p.list_block else seen
 
 
 def prefix(n):
@@ -174,6 +181,20 @@ def bit_of(off: int) -> int:
     """The bit of column `off` in such a word, as a signed 32-bit number."""
     bit = 1 << (2 * (off // 8) + off % 8)
     return bit - (1 << 32) if bit >> 31 else bit
+
+
+def line_of(fn, env, iq):
+    """Address of a row's line of bits."""
+    return fn.line(env, iq)
+
+
+def list_of(fn, env, i, iq):
+    """A row's list of blocks: address, stride in elements, how many."""
+    return fn.listed(env, i, iq)
+
+
+def block_keys(fn, env):
+    return Uint32(fn.block_keys(env))
 
 
 def columns(p, fn, tile: Tile, col0):

@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
-from .packed import Holes, Load, Owner, env_of, kept_word, peek
+from .packed import Holes, Load, Owner, env_of, kept_word, lines_of, peek
 from .ring import advance, is_lead, release
 from .schedule import Walk, first_chunk, next_block
 
@@ -248,7 +248,7 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
     env = env_of(owner, item.g * sizes.group_size, item.g, holes.offset, item.keys, item.table, lists, sizes)
     return Walk(
         env, holes.i0, holes.i1, holes.lo, holes.hi, holes.clear_lo, holes.clear_hi, holes.offset, item.keys,
-        holes.classify != 0,
+        holes.classify != 0, lines_of(p, item.row0, item.rows, sizes),
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from cutlass import Int32, Int64
 from cutlass._mlir.dialects import llvm
 
 from .functors import Block, Env, Tile, open_row
+from .lists import Lines
 from .ring import warp_uniform
 
 RECORD_WORDS, TARGET_WORDS, SOURCES = 16, 8, 4  # ... and which word of a target counts its pieces
@@ -182,6 +183,16 @@ def row_env(owner, packed, g, offset, keys, table, lists, sizes):
     mine = owner_of(owner, lists, r)
     h = g * sizes.group_size + (packed - r * sizes.group_size)
     return env_of(mine, h, g, offset, keys, table, lists, sizes), r - mine.q_start
+
+
+def lines_of(p, row0, rows, sizes) -> Lines | None:
+    """The lines of a domain that the rows of a tile have."""
+    if not p.walks_lists:
+        return None
+    if p.lists_by == "h":
+        return Lines(row0, rows)
+    first = row0 // sizes.group_size
+    return Lines(first, (row0 + rows - 1) // sizes.group_size - first + 1)
 
 
 def open_packed(p, fn, owner, g, row0, rows, row, offset, table, keys, i0, lists, sizes) -> Tile:

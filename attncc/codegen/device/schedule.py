@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import Env, classify_tile, highest_bit, tile_bounds
+from .lists import Lines, asked
 from .ring import advance, release, warp_uniform
 
 ITEM_STAGES = 2
@@ -72,11 +73,13 @@ class Walk(NamedTuple):
     offset: Any
     keys: Any
     classify: Any
+    lines: Any = None  # of a domain whose lists are asked about each block, too
 
 
 def walk_of(p, fn, env, m) -> Walk:
     i0, i1 = positions(p, env, m)
-    return Walk(env, i0, i1, *tile_bounds(fn, env, i0, i1), Int32(0), env.kv_len, Boolean(True))
+    lines = Lines(m * p.tile_q, i1 - i0 + 1) if p.walks_lists else None
+    return Walk(env, i0, i1, *tile_bounds(fn, env, i0, i1), Int32(0), env.kv_len, Boolean(True), lines)
 
 
 def ballots(p, fn, walk, chunk):
@@ -89,13 +92,18 @@ def ballots(p, fn, walk, chunk):
     inside = (start < walk.keys) & (j0 < walk.hi) & (j1 >= walk.lo)
     clear = ((j0 >= walk.clear_lo) & (j1 < walk.clear_hi)) | (must & walk.classify)
     seen = Boolean(inside & (may | ~walk.classify))
+    if p.walks_lists:
+        begin = walk.offset + chunk * 32 * p.tile_kv
+        end = cutlass.min(begin + 32 * p.tile_kv, walk.offset + walk.keys)
+        some, every = asked(p, fn, walk, begin, end, j0 + walk.offset, j1 + walk.offset)
+        seen, clear = Boolean(seen & some), clear & every
     return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (start + p.tile_kv <= walk.keys))
 
 
 @cute.jit
 def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
     count = Int32(0)
-    for c in cutlass.range(first_chunk(p, walk), unroll=1):
+    for c in cutlass.range(last_chunk(p, walk), first_chunk(p, walk), unroll=1):
         seen, _ = ballots(p, fn, walk, c)
         count = count + cute.arch.popc(seen)
     return count
@@ -104,7 +112,7 @@ def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
 @cute.jit
 def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, seen: Int32, clear: Int32):
     """The highest block not yet visited; (block, masked, chunk, seen, clear).  Past the last one: block 0, masked."""
-    while (seen == 0) & (chunk > 0):
+    while (seen == 0) & (chunk > last_chunk(p, walk)):
         chunk = chunk - 1
         seen, clear = ballots(p, fn, walk, chunk)
     top = cutlass.select_(seen == 0, Int32(0), highest_bit(seen))
@@ -113,7 +121,15 @@ def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, 
 
 
 def first_chunk(p, walk):
-    return (walk.keys + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+    """The walk begins before this chunk."""
+    # a chunk whose lists are asked costs a way to memory
+    keys = cutlass.max(cutlass.min(walk.hi, walk.keys), 0) if p.walks_lists else walk.keys
+    return (keys + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+
+
+def last_chunk(p, walk):
+    """... and ends with this one."""
+    return cutlass.max(cutlass.min(walk.lo, walk.keys), 0) // (32 * p.tile_kv) if p.walks_lists else 0
 
 
 # ------------------------------------------------------------------------------------- dealing

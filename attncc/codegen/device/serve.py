@@ -25,6 +25,7 @@ from .gather import place
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .lists import with_lists
 from .merge import (
     BAR_FREE,
     BAR_STORED,
@@ -129,9 +130,10 @@ def attend(
     issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
     block = block_of(p, tags, ks, item, n, c_in)
     loaded = load_factors(p, fn, tile, block.col0)
+    first_tile = with_lists(p, fn, tile, block.col0, True)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
-    weights(p, fn, S, P, state, tile, Block(block.col0, Boolean(True)) if p.mask else block, loaded, True)
+    weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, loaded, True)
     if const_expr(p.chunk):
         left = item.offset + item.keys - (block.col0 - c_in)
         if left < p.tile_kv:
@@ -148,6 +150,7 @@ def attend(
         ks = wait_block(k_ring, nxt)
         block = block_of(p, tags, ks, item, n, c_in)
         loaded = load_factors(p, fn, tile, block.col0)
+        here = with_lists(p, fn, tile, block.col0, block.masked)
         vs = wait_block(v_ring, at)
         if const_expr(p.f_k):
             transform_own(p, fn, "k", turnings, k_base, ready, ks, tile, item.split, block, False, lead, c_in)
@@ -160,7 +163,7 @@ def attend(
         release_for(k_ring, ks, lead, stride)
         # without a mask only the tail of the keys is cut, and that is the first block
         ahead = block if p.mask else Block(block.col0, Boolean(False))
-        stale = weights(p, fn, S, Pn, state, tile, ahead, loaded, False)
+        stale = weights(p, fn, S, Pn, state, here, ahead, loaded, False)
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:

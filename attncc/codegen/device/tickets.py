@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
-from .packed import FEW, ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, row_env
+from .packed import FEW, ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, lines_of, row_env
 from .ring import advance
 from .schedule import Walk, count_blocks
 
@@ -101,7 +101,9 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
             clear_count = cutlass.max(clear_hi // p.tile_kv - clear_begin, 0)
         else:
             env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
-            end = count_blocks(p, fn, Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together))
+            lines = lines_of(p, r[WORDS["row0"]], rows, sizes)
+            walk = Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together, lines)
+            end = count_blocks(p, fn, walk)
     split = Int32((rows <= FEW) | ((rows <= 64) & (end - begin >= 2)))
     return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
 

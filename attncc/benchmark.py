@@ -223,7 +223,7 @@ def served_calls(
 
 def _compare(rival: str, theirs: Any, ours: Any, notes: list[str]) -> None:
     """A rival that computes something else would be no rival."""
-    a, b = theirs.float(), ours.float()
+    a, b = ((x[0] if isinstance(x, tuple) else x).float() for x in (theirs, ours))
     error = float((a - b).norm() / b.norm())
     if not error < 2e-2:
         notes.append(f"the result of {rival} differs by {error:.1e}")

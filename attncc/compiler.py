@@ -407,6 +407,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     from attncc import __version__
     from attncc.codegen import vectors
     from attncc.codegen.config import DSL_VERSION
+    from attncc.codegen.emit_outputs import number_of
     from attncc.codegen.listing import described
     from attncc.ir.text import print_variant
 
@@ -432,6 +433,10 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
         ],
         "tensors": [
             {"name": t.name, "dims": dims_of(t), "dtype": t.dtype, "sorted": t.sorted} for t in written.tensors
+        ],
+        "emits": [
+            {"name": e.name, "index": list(e.index), "reduce": e.reduce, "rows": number_of(special, e)}
+            for e in special.emits
         ],
         "kernels": kernels,
     }  # fmt: skip

@@ -284,7 +284,11 @@ def test_a_const_that_makes_a_divisor_zero_is_an_error_with_its_place(call):
 # ---------------------------------------------------------------------- what kernels refuse
 
 REFUSED = {
-    "emit peak[h] = max(l)": (2, "kernels can't emit yet (emit peak)"),
+    "emit column[j, h] = max(l)": (2, "kernels can't keep a value for every key (emit column)"),
+    "emit surprise[iq, h] = sum(exp(l - lse) * (lse - l))": (
+        2,
+        "kernels know lse only after the last key (emit surprise)",
+    ),
 }
 
 
@@ -320,7 +324,7 @@ def test_a_rope_that_does_not_fit_the_head_dims_is_refused(builds, body):
 
 
 def test_everything_refused_is_said_at_once(builds):
-    source = "attention x():\n    f_q = q * q\n    emit m[h] = max(l)\n    emit n[h] = sum(1.0)\n"
+    source = "attention x():\n    f_q = q * q\n    emit m[j, h] = max(l)\n    emit n[j] = sum(1.0)\n"
     with pytest.raises(AttnError) as e:
         attncc.compile(source, head_dim=64)
     assert [d.span.line for d in e.value.diagnostics] == [3, 4]

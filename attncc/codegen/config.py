@@ -13,6 +13,7 @@ from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, lea
 from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
+from .emit_outputs import distinct
 from .listing import lists_of, mask_ranges, with_domain
 from .vectors import turnings, used_slots
 
@@ -59,6 +60,7 @@ class KernelConfig:
     key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
     weight_factor: bool  # a key has a factor of its weight
     factors_by_row: bool  # ... and these differ between the rows of a packed tile
+    emits: tuple[str, ...]  # what is reduced beside softmax, each "max", "min" or "sum"
     # what is applied to blocks of keys before they are multiplied
     f_k: bool = False
     f_v: bool = False
@@ -248,7 +250,7 @@ def choose(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages * finer, v_stages=v_stages * finer, q_stages=q_stages,
         turns=layout == "dense", dynamic=mask,
-        early_item=layout == "dense" and counted and not masks_below and score == "dot",
+        early_item=layout == "dense" and counted and not masks_below and score == "dot" and not variant.emits,
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
         mask=mask, counted=counted, row_bounds=row_bounds, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
@@ -257,6 +259,7 @@ def choose(
         turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
+        emits=tuple(reduce for reduce, _ in distinct(variant)),
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
         lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block,
     )  # fmt: skip

@@ -39,6 +39,7 @@ from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
 from .config import BY_ROW, ROW_LEAVES, KernelConfig, logits_of, ramp, ranges_of, slope
+from .emit_outputs import emit_outputs
 from .emit_vectors import emit_vectors
 from .listing import BITMAP, block_keys, line_index, whole_mask, with_domain, with_lines
 from .prelude import IMPORTS, helpers_for
@@ -462,6 +463,7 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     if variant.domain is not None:
         emit_lists(m, variant.domain)
     emit_vectors(m, variant, unseen)
+    emit_outputs(m, variant, Guards(((SEEN, True),)), unseen)
     return Emitted(variant.name, m.text(), tuple(m.params), m.columns_by_row, by_head(ranges), other_keys(variant))
 
 

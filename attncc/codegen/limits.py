@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.diagnostics import Diagnostic, Source, Span
-from attncc.ir.nodes import Load, Variant, walk
+from attncc.ir.nodes import Load, Variant, leaves, walk
 
 from .vectors import own_names, ropes
 
@@ -46,8 +46,12 @@ def lists_over_keys(v: Variant) -> Iterator[Found]:
             yield v.domain.span, t.name
 
 
-def emits(v: Variant) -> Iterator[Found]:
-    yield from ((emit.span, emit.name) for emit in v.emits)
+def kept_keys(v: Variant) -> Iterator[Found]:
+    yield from ((emit.span, emit.name) for emit in v.emits if "j" in emit.index)
+
+
+def emitted_lse(v: Variant) -> Iterator[Found]:
+    yield from ((emit.span, emit.name) for emit in v.emits if "lse" in leaves(emit.value))
 
 
 def untabulated(v: Variant) -> Iterator[Found]:
@@ -58,7 +62,10 @@ LIMITS: tuple[Limit, ...] = (
     Limit("domain", "lists found through a tensor over `j`", lists_over_keys,
           "kernels over pages, rows and blocks can't find lists through {}, a tensor over j", "a tensor over `pos`",
           ("ragged", "paged", "blocks")),
-    Limit("emit", "extra outputs", emits, "kernels can't emit yet (emit {})"),
+    Limit("emit", "an index `j`", kept_keys, "kernels can't keep a value for every key (emit {})",
+          "leave j out of the index"),
+    Limit("emit", "`lse` in the value", emitted_lse, "kernels know lse only after the last key (emit {})",
+          "emit what l alone gives, and apply the call's lse to it"),
     Limit("rope", "a `theta` or `scaling` that rows, heads or requests differ in", untabulated,
           "kernels can't tabulate frequencies that depend on {}", "give `cos =` and `sin =` tables"),
 )  # fmt: skip

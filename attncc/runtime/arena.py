@@ -55,6 +55,10 @@ class Arena:
         """Where a slice starts on the device."""
         return self._base + 4 * self._offsets[name] if name in self._offsets else self._fixed[name]
 
+    def view(self, name: str) -> torch.Tensor:
+        """A planned slice as an int32 tensor on the device, whose values follow the plan."""
+        return self._plan[self._offsets[name] :][: self._sizes[name]]
+
     @property
     def base(self) -> int:
         """The address that `tail_at` counts from."""

@@ -19,7 +19,7 @@ import torch
 I32_MIN, I32_MAX = -(1 << 31), (1 << 31) - 1
 F32_MAX = 3.4028234663852886e38
 F32_TOP = 3.4028235677973366e38  # rounds to infinity from here on
-RESERVED = ("q", "k", "v", "return_lse", "out", "lse")
+RESERVED = ("q", "k", "v", "return_lse", "out", "lse", "emit")
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 # a tensor parameter's declared dtype -> what the caller may pass (a u32 tensor has the bits of an int32 one)
@@ -51,6 +51,16 @@ class TensorParam:
 
 
 @dataclass(frozen=True)
+class Emit:
+    """An extra output; the kernel writes what it is made from as the `rows`-th tensor of rows."""
+
+    name: str
+    index: tuple[str, ...]
+    reduce: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Spec:
     """The part of a manifest that arguments are checked against."""
 
@@ -64,6 +74,7 @@ class Spec:
     const: Mapping[str, Any]
     device_type: str = "cuda"
     names: frozenset[str] = field(default=frozenset())
+    emits: tuple[Emit, ...] = ()
 
     @classmethod
     def of(cls, manifest: Mapping[str, Any], device_type: str) -> Spec:
@@ -80,7 +91,19 @@ class Spec:
             const=manifest["const"],
             device_type=device_type,
             names=frozenset(p.name for p in (*scalars, *tensors)),
+            emits=tuple(Emit(e["name"], tuple(e["index"]), e["reduce"], e["rows"]) for e in manifest.get("emits", ())),
         )
+
+    @property
+    def rows(self) -> tuple[TensorParam, ...]:
+        """What emits are made from: tensors that a launch takes behind the variant's own, and writes."""
+        count = max((e.rows + 1 for e in self.emits), default=0)
+        return tuple(TensorParam(f"emit.{k}", ("iq", "h"), "f32") for k in range(count))
+
+    @property
+    def bound(self) -> tuple[TensorParam, ...]:
+        """Every tensor of a launch beside q, k, v and results, in order."""
+        return (*self.tensors, *self.rows)
 
 
 Space = list[tuple[str, int | None]]  # (label, length) of its dimensions; None: any length; for "pos" the least one

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import block_sparse, launch, prefix, routes
+from attncc.runtime import block_sparse, emits, launch, prefix, routes
 from attncc.runtime import plan as planning
 from attncc.runtime import serving_arguments as serving
 from attncc.runtime.arena import Arena
@@ -38,12 +38,14 @@ FIRST_TAIL = 1 << 14  # entries of kv_indices that there is room for at first, w
 class Planned:
     """What runs are checked against.  `served`: which kernel they launch; `needs`: what their tensors must have, by the
     keys of serving.SAYS; `scalars`: the values that the plan relies on, by place and name; `owners`: whose rows are,
-    for kernels that ask; `keys`: how many rows k and v must have, where a block-sparse plan had to guess."""
+    for kernels that ask; `qo_indptr`: the rows of every request; `keys`: how many rows k and v must have, where a
+    block-sparse plan had to guess."""
 
     served: Served
     needs: Mapping[str, int]
     scalars: tuple[tuple[int, str, int | float], ...]
     owners: Callable[[], dict[str, np.ndarray]]
+    qo_indptr: np.ndarray
     keys: int | None = None
 
 
@@ -97,6 +99,7 @@ class BatchAttention:
         self._served = self._load("ragged") if page_size is None else self._load("paged", int(page_size))
         loaded, self._spec, says = self._served.loaded, self._served.spec, self._served.manifest.get("visible")
         self._parameters = check.Parameters(self._spec)
+        self._by_request = [e for e in self._spec.emits if emits.position_of_b(e) is not None]
         self._visible = Visible(says) if says else None
         self._max_kv_pages = max_kv_pages
         shape = planning.Shape(
@@ -132,6 +135,9 @@ class BatchAttention:
         # what few plans fill, or what is small, stands first: of most plans one range is copied
         planned = {n: sizes[n] for n in ("row_request", "requests", "header", "sources", "targets", "items")}
         scratch = {"zeros": 64, "tickets": 2, **{n: sizes[n] for n in ("counters", "part_o", "part_lse")}}
+        scratch["part_emits"] = sizes["part_lse"] * len(self._spec.rows)
+        if self._by_request:
+            planned = {"qo_indptr": self._shape.max_batch_size + 1, **planned}
         tail = self._max_kv_pages or (0 if self._served.page_size is None else FIRST_TAIL)
         return Arena(planned, tail, scratch, self._device, self._served.loaded.driver)
 
@@ -233,8 +239,9 @@ class BatchAttention:
         shape = replace(self._shape, page_size=size, tile_kv=served.loaded.entry["tile_kv"])
         made = block_sparse.plan(shape, matrix)
         exact = matrix.exact and block_sparse.reads_kv_len(served.manifest)
-        owners = partial(planning.owners, np.array([0, matrix.qo_len]), np.array([matrix.kv_len]))
-        planned = Planned(served, matrix.needs, values, owners, matrix.kv_len if exact else None)
+        rows = np.array([0, matrix.qo_len])
+        owners = partial(planning.owners, rows, np.array([matrix.kv_len]))
+        planned = Planned(served, matrix.needs, values, owners, rows, matrix.kv_len if exact else None)
         self._adopt(planned, made, [matrix.columns])
 
     def _plan_scalars(self, given: Mapping[str, Any]) -> tuple[tuple[int, str, int | float], ...]:
@@ -284,7 +291,7 @@ class BatchAttention:
     def _adopt_tables(self, served: Served, tables: Sequence[serving.Table], values: Any, made: planning.Plan) -> None:
         inner = tables[-1]
         owners = partial(planning.owners, inner.qo_indptr, serving.keys_of(tables))
-        planned = Planned(served, serving.needs(tables), tuple(values), owners)
+        planned = Planned(served, serving.needs(tables), tuple(values), owners, inner.qo_indptr)
         self._adopt(planned, made, [t.kv_indices for t in tables if t.kv_indices is not None])
 
     def _adopt(self, planned: Planned, made: planning.Plan, ids: Sequence[np.ndarray]) -> None:
@@ -303,6 +310,9 @@ class BatchAttention:
         parts |= {name: x for name, x in lists.items() if x is not None}
         if planned.served.lists and made.row_request is None:
             parts |= planned.owners()
+        if self._by_request:  # requests that a captured run has beyond the plan's are empty
+            rows = planned.qo_indptr
+            parts = {"qo_indptr": np.pad(rows, (0, self._shape.max_batch_size + 1 - len(rows)), mode="edge"), **parts}
         self._make_room(sum(map(len, ids)), parts)
         if ids:  # tables count from the start of kv_indices, which is wherever the items end
             made.items[:, planning.TABLE] += self._arena.tail_at(made.items.size)
@@ -342,19 +352,21 @@ class BatchAttention:
 
     # ------------------------------------------------------------------ run
 
-    def run(self, /, q, kv, *, out=None, lse=None, return_lse=False, **params):
-        """Attention of the planned batch: out, or (out, lse) with `return_lse`.
+    def run(self, /, q, kv, *, out=None, lse=None, return_lse=False, emit=None, **params):
+        """Attention of the planned batch: out, or (out, lse) with `return_lse`; where the variant emits also, last, a
+        dict of the emitted tensors, float32.
 
         q [nnz_qo, num_qo_heads, head_dim_qk] with the plan's rows.  kv: (k, v), paged [num_pages, page_size,
         num_kv_heads, head_dim] or ragged [nnz_kv, num_kv_heads, head_dim].  Any strides with a contiguous last
         dimension; those of k and v, and where they start, must be multiples of 16 bytes (caches are never copied).
         `out` [nnz_qo, num_qo_heads, head_dim_vo] of q's dtype, `lse` float32 [nnz_qo, num_qo_heads], natural log, give
         the memory to write, which nothing else here lies in.  Variant parameters by name, tensors over iq as [nnz_qo],
-        over j as k's leading dimensions.
+        over j as k's leading dimensions.  `emit`, {name: tensor}, gives the memory of emitted tensors.
 
-        Launches on torch's current stream; never waits, and allocates nothing where `out` and `lse` are given, but for
-        the lists of a domain, which it turns into bits first.  While a graph
-        is captured q may have more rows than the plan, for later plans to use; rows beyond a plan's are not written.
+        Launches on torch's current stream; never waits, and allocates nothing where `out`, `lse` and emits [iq, h] are
+        given, but for the lists of a domain, which it turns into bits first.  While a graph is captured q may have more
+        rows than the plan, and emits [b, …] more requests, for later plans to use; rows beyond a plan's are not
+        written, and emits find no key there.
         """
         if (type(kv) is not tuple and type(kv) is not list) or len(kv) != 2:
             raise TypeError(f"kv: expected a pair (k, v), found {serving.described(kv)}")
@@ -364,7 +376,34 @@ class BatchAttention:
         if params or self._spec.names:
             scalars, given = self._parameters.split(params)
             tensors += given
+        if emit is not None or self._spec.emits:
+            return self._run_and_emit(tensors, scalars, out, lse, return_lse, emit)
         return self._run(tensors, scalars, out, lse, return_lse)
+
+    def _run_and_emit(self, tensors, scalars, out, lse, return_lse, emit) -> Any:
+        """The same, with what is emitted behind it."""
+        spec, q, planned, capturing = self._spec, tensors[0], self._planned, self._capturing()
+        heads = (self._shape.num_qo_heads, self._shape.num_kv_heads)
+        if planned is None:
+            raise ValueError("run: expected a plan before it, found none")
+
+        def extent() -> emits.Extent:
+            offsets = self._arena.view("qo_indptr") if self._by_request else None
+            return emits.Extent((len(q),), planned.needs["requests"], *heads, offsets)
+
+        if emit is not None:
+            serving.check_run(spec, heads, planned.served.pages, self._device, *tensors[:3])
+            emits.check_given(spec, emit, extent(), self._device, spare=capturing)
+        given = emit or {}
+        rows = emits.make_rows(spec, given, q)
+        if capturing:  # a later plan may leave rows out
+            emits.clear(spec, rows)
+        results = self._run((*tensors, *rows), scalars, out, lse, return_lse)
+        found = emits.outputs(spec, rows, given, extent())
+        if capturing:
+            for e in self._by_request:
+                self._held.add(("requests", f"emit {e.name}", found[e.name].shape[e.index.index("b")]))
+        return emits.beside(results, found)
 
     def _run(self, tensors: tuple[Any, ...], scalars: Sequence[int | float], out: Any, lse: Any, return_lse: bool):
         planned = self._planned
@@ -390,7 +429,7 @@ class BatchAttention:
         if bound.planned is not planned:
             self._fit(bound, planned)
         if bound.requires_grad and torch.is_grad_enabled():
-            names = ("q", "k", "v", *self._parameters.tensors, "out", "lse")
+            names = ("q", "k", "v", *(t.name for t in self._spec.bound), "out", "lse")
             check.refuse_grad(zip(names, (*tensors, out, lse), strict=True))
         return bound.call(tensors, scalars, out, lse, return_lse)
 
@@ -425,7 +464,7 @@ class BatchAttention:
         heads = (self._shape.num_qo_heads, self._shape.num_kv_heads)
         sizes = serving.check_run(spec, heads, served.pages, self._device, *tensors[:3])
         q, k, _, *rest = tensors
-        for param, t in zip(spec.tensors, rest, strict=True):
+        for param, t in zip(spec.bound, rest, strict=True):
             check.check_tensor(param, t, sizes, spec, q.device)
         lse_shape = (sizes.rows, sizes.num_qo_heads)
         out_shape = check.check_results(spec, return_lse, out, lse, lse_shape, q.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attncc.runtime import arguments as check
-from attncc.runtime import launch, prepass, routes
+from attncc.runtime import emits, launch, prepass, routes
 from attncc.runtime.artifact import Artifact
 from attncc.runtime.driver import driver as cuda_driver
 from attncc.runtime.listing import Listing, line_param
@@ -29,7 +29,7 @@ KERNELS = {"dense": "forward", "ragged": "serve", "paged": "serve", "blocks": "s
 
 
 class Kernel:
-    """A variant on dense tensors: `kernel(q, k, v, *, return_lse=False, out=None, lse=None, **params)`.
+    """A variant on dense tensors: `kernel(q, k, v, *, return_lse=False, out=None, lse=None, emit=None, **params)`.
 
     q [B, qo_len, num_qo_heads, head_dim_qk], k [B, kv_len, num_kv_heads, head_dim_qk], v [B, kv_len, num_kv_heads,
     head_dim_vo]: of the dtype that the kernel was compiled for, on one CUDA device, with any strides and a contiguous
@@ -38,8 +38,9 @@ class Kernel:
     numbers, tensors by name.
 
     Returns out [B, qo_len, num_qo_heads, head_dim_vo] of q's dtype; with return_lse also lse, float32 [B, qo_len,
-    num_qo_heads], natural log.  `out` and `lse` give the memory to write.  Runs on torch's current stream of q's
-    device; may be captured in a CUDA graph.  Threads may share a kernel.
+    num_qo_heads], natural log; where the variant emits also, last, a dict of the emitted tensors, float32.  `out`,
+    `lse` and `emit`, {name: tensor}, give the memory to write.  Runs on torch's current stream of q's device; may be
+    captured in a CUDA graph.  Threads may share a kernel.
 
     Paged and ragged batches go through BatchAttention, which asks for the variant's other kernels (`serving`).
 
@@ -92,12 +93,25 @@ class Kernel:
             kind.append(" ".join(str(x) for x in (m["layout"], m.get("page_size")) if x))
         return f"<attncc.Kernel {self.variant}({', '.join(takes)}) {', '.join(kind)}>"
 
-    def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, **params):
+    def __call__(self, /, q, k, v, *, return_lse=False, out=None, lse=None, emit=None, **params):
         tensors, scalars = (q, k, v), ()
         if params or self._spec.names:
             scalars, given = self._parameters.split(params)
             tensors += given
+        if emit is not None or self._spec.emits:
+            return self._run_and_emit(tensors, scalars, out, lse, return_lse, emit)
         return self._run(tensors, scalars, out, lse, return_lse)
+
+    def _run_and_emit(self, tensors, scalars, out, lse, return_lse, emit) -> Any:
+        """The same, with what is emitted behind it."""
+        spec, q = self._spec, tensors[0]
+        if emit is not None:
+            check.check_inputs(spec, *tensors[:3])
+            emits.check_given(spec, emit, _extent(q, tensors[1]), q.device)
+        given = emit or {}
+        rows = emits.make_rows(spec, given, q)
+        results = self._run((*tensors, *rows), scalars, out, lse, return_lse)
+        return emits.beside(results, emits.outputs(spec, rows, given, _extent(q, tensors[1])))
 
     def serving(self, layout: str, page_size: int | None = None) -> Artifact:
         """The variant's artifact for `layout`: "dense", "ragged", "paged" (with pages of `page_size` rows) or "blocks"
@@ -159,9 +173,8 @@ class Kernel:
         if bound is None:
             bound = self._bind(signature, tensors, out, lse, return_lse)
         if bound.requires_grad and torch.is_grad_enabled():
-            check.refuse_grad(
-                zip(("q", "k", "v", *self._parameters.tensors, "out", "lse"), (*tensors, out, lse), strict=True)
-            )
+            names = ("q", "k", "v", *(t.name for t in self._spec.bound), "out", "lse")
+            check.refuse_grad(zip(names, (*tensors, out, lse), strict=True))
         return bound.call(tensors, scalars, out, lse, return_lse)
 
     # ------------------------------------------------------------------ a new signature
@@ -171,7 +184,7 @@ class Kernel:
         spec = self._spec
         q, k, v, *rest = tensors
         sizes = check.check_inputs(spec, q, k, v)
-        for param, t in zip(spec.tensors, rest, strict=True):
+        for param, t in zip(spec.bound, rest, strict=True):
             check.check_tensor(param, t, sizes, spec, q.device)
         lse_shape = (sizes.batch, sizes.qo_len, sizes.num_qo_heads)
         out_shape = check.check_results(spec, return_lse, out, lse, lse_shape, q.device)
@@ -196,7 +209,7 @@ class Kernel:
         before = device.other(routes.PREPASS) if device.name == routes.PREPARED and keys else None
         entry = device.entry
         fields = launch.geometry(entry, spec, sizes)
-        for param, t in zip(spec.tensors, tensors[3:], strict=True):
+        for param, t in zip(spec.bound, tensors[3:], strict=True):
             fields |= launch.tensor_fields(param, t.shape, t.stride())
         written = torch.empty(results.out_shape, dtype=results.dtype, device="meta") if out is None else out
         maps, unfit = {}, []
@@ -262,7 +275,7 @@ class _Launch:
         self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
         self._pointers = [
             (n, binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1)
-            for n, t in enumerate(spec.tensors, start=3)
+            for n, t in enumerate(spec.bound, start=3)
         ]
 
     def call(self, tensors, scalars, out, lse, return_lse):
@@ -304,6 +317,11 @@ class _Launch:
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
         del alive, lines  # the allocator reuses them in stream order
         return (out, lse) if return_lse else out
+
+
+def _extent(q: torch.Tensor, k: torch.Tensor) -> emits.Extent:
+    """Of a checked call."""
+    return emits.Extent(tuple(q.shape[:2]), q.shape[0], q.shape[2], k.shape[2])
 
 
 def _said(layout: str, page_size: int | None) -> str:

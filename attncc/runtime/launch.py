@@ -36,7 +36,7 @@ LATE_SHARE = 4
 # What a served kernel reads beside maps of K and V or, where it gathers rows, their addresses and strides.
 ARENA = (
     "header", "tickets", "items", "targets", "sources", "row_request", "requests", "kv_indices", "part_o", "part_lse",
-    "counters",
+    "counters", "part_emits",
 )  # fmt: skip
 KV_STRIDES = tuple(f"{x}_{dim}_stride" for x in "kv" for dim in ("page", "row", "head"))
 ROW_STRIDES = ("q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride")
@@ -48,6 +48,7 @@ KNOWN = {
 OF_PREPASS = {
     "k", "k_out", "v", "v_out", "requests", "header", "batch", "rows", "qo_len", "kv_len", "num_qo_heads",
     "num_kv_heads", "group_size", *(f"{x}_{dim}_stride" for x in "kv" for dim in ("batch", "row", "head")),
+    "part_emits",  # it has the functors' parameters, too, and doesn't use them all
 }  # fmt: skip
 LISTING, LINES = "listing", "domain"  # a kernel of an artifact, and the name among a kernel's tensors of what it writes
 OF_LISTING = {"lines", "words", "team", "rows"}
@@ -59,7 +60,7 @@ def check_params(
     """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly.
     `lines`: what a domain adds to the variant's tensors."""
     own = OF_PREPASS if "of" in kernel else KNOWN["dense" if layout == "dense" else "served"]
-    tensors = (*spec.tensors, *lines)
+    tensors = (*spec.bound, *lines)
     known = {*own, *(OF_LISTING if lines else ()), *(f"s.{s.name}" for s in spec.scalars)}
     known |= {f"t.{t.name}" for t in tensors}
     pairs = ("iq", "j") if layout == "dense" else ("j",)  # index spaces of two dimensions

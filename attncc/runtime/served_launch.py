@@ -52,7 +52,7 @@ class Served:
             "group_size": sizes.num_qo_heads // sizes.num_kv_heads, "page_size": self.page_size or 0,
             **row_strides("q", q), **row_strides("out", out),
         }  # fmt: skip
-        for param, t in zip(self.spec.tensors, rest, strict=True):
+        for param, t in zip(self.spec.bound, rest, strict=True):
             shape, stride = list(t.shape), list(t.stride())
             labels = [label for label, _ in check.expand(param, sizes, self.spec)]
             if "nnz_kv" in labels:  # the kernel finds keys by page and row
@@ -156,7 +156,7 @@ class ServedLaunch:
         self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
         self._pointers = [
             (n, t.name, binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1)
-            for n, t in enumerate(spec.tensors, start=3)
+            for n, t in enumerate(spec.bound, start=3)
         ]
 
     def call(self, tensors, scalars, out, lse, return_lse):

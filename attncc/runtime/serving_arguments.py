@@ -313,10 +313,10 @@ def keys_of(tables: Sequence[Table]) -> np.ndarray:
 
 
 def limits(spec: Spec, sizes: ServedSizes, tensors: Sequence[torch.Tensor]) -> list[Limit]:
-    """What the tensors of a run have; `tensors`: the variant's."""
+    """What the tensors of a run have; `tensors`: the variant's, and rows of emits."""
     found: list[Limit] = [("rows", "q", sizes.rows)]
     found.append(("pages" if sizes.kv[0][0] == "num_pages" else "kv_rows", "k", sizes.kv[0][1] or 0))
-    for param, t in zip(spec.tensors, tensors, strict=True):
+    for param, t in zip(spec.bound, tensors, strict=True):
         for size, (label, _) in zip(t.shape, check.expand(param, sizes, spec), strict=True):
             if label in ("B", "pos"):
                 found.append(("requests" if label == "B" else "positions", param.name, size))

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 from gpu.cases import SCALARS, Case
-from ptx.launch import run_forward
+from ptx.launch import call_forward
 from ptx.serve import Simulated
 from torch import Tensor
 
@@ -20,9 +20,11 @@ from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))  # as its own tests see it: batches are made and judged there
 import oracle
 import serve_checks
+from checks import Parts, assert_emits, out_of, parts_of
 from serve_cases import Lengths, Served
 from serve_checks import Batch
 
+EMIT = 5e-4  # here tanh is no approximation
 ROUNDING = {"bf16": 2.0**-9, "f16": 2.0**-12}  # largest relative error of one rounding
 
 
@@ -36,15 +38,16 @@ def inputs_for(case: Case, shape: Shape, **given: object) -> Inputs:
 def check(case: Case, path: Path, x: Inputs, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Run and compare: out and lse, as a whole and row by row."""
     softmax = case.load().scan.kind == "softmax"
-    out, lse = run_forward(path, x.q, x.k, x.v, x.params, return_lse=softmax, **options)
+    arguments = {**x.params, "return_lse": softmax}
+    out, lse, emits = parts_of(case.load(), call_forward(path, x.q, x.k, x.v, arguments, **options))
     plain: Any = attncc.reference(case.source, **case.options)  # pyright: ignore[reportArgumentType]
     reference = oracle.as_kernels_round(case.load(), plain, FLOATS[case.dtype])
-    want = reference(x.q, x.k, x.v, return_lse=softmax, **x.params)
-    want_out, want_lse = want if softmax else (want, None)
+    want_out, want_lse, want_emits = parts_of(case.load(), reference(x.q, x.k, x.v, **arguments))
+    assert_emits(emits, want_emits, EMIT)
     limit = 3 * ROUNDING[case.dtype] + 5e-5
     close(out, want_out, limit)
     if reference is not plain:
-        close(out, plain(x.q, x.k, x.v, **x.params), oracle.LOOSE * limit)
+        close(out, out_of(plain(x.q, x.k, x.v, **x.params)), oracle.LOOSE * limit)
     if want_lse is not None:
         assert lse is not None and torch.equal(lse.isneginf(), want_lse.isneginf())
         seen = want_lse.isfinite()
@@ -90,8 +93,12 @@ def serve(x: Batch, plan: dict[str, Any] | None = None, pieces: int = 0, **optio
 
 
 def run(sim: Simulated, x: Batch) -> State:
-    found = sim.run(x.q, x.kv, return_lse=x.softmax, **x.params)
-    return found if x.softmax else (found, None)
+    return run_all(sim, x)[:2]
+
+
+def run_all(sim: Simulated, x: Batch, **given: Any) -> Parts:
+    """The same, and what it emits."""
+    return parts_of(x.served.case.load(), sim.run(x.q, x.kv, return_lse=x.softmax, **given, **x.params))
 
 
 def serve_and_check(x: Batch, plan: dict[str, Any] | None = None, **options: Any) -> State:
@@ -101,10 +108,17 @@ def serve_and_check(x: Batch, plan: dict[str, Any] | None = None, **options: Any
     return found
 
 
+def judge(x: Batch, found: Parts) -> None:
+    """out, lse and emits by the reference."""
+    want = serve_checks.reference_all(x)
+    serve_checks.check(x, found[:2], want[:2])
+    assert_emits(found[2], want[2], EMIT)
+
+
 Level = list[tuple[int, int]]  # (query rows, keys) of every group
 
 
-def cascade(served: Served, levels: list[Level], heads: tuple[int, int]) -> tuple[Batch, list, State]:
+def cascade(served: Served, levels: list[Level], heads: tuple[int, int]) -> tuple[Batch, list, Parts]:
     """(batch, what plan_cascade takes, what it must give).  The groups of all levels but the last appear in the batch
     as requests without rows; a tensor over b is that of the last level's requests."""
     hidden = [(0, keys) for level in levels[:-1] for _, keys in level]
@@ -127,7 +141,7 @@ def _with_last_requests(x: Batch, count: int) -> Batch:
     return replace(x, params={**x.params, **{name: torch.randn(size, generator=gen) for name in over}})
 
 
-def _flat(x: Batch, levels: list[Level], planned: list) -> State:
+def _flat(x: Batch, levels: list[Level], planned: list) -> Parts:
     """The reference, each request with the keys of its groups one after another."""
     ends = torch.tensor([keys for _, keys in x.lengths]).cumsum(0).tolist()
     found, at = [], 0
@@ -145,4 +159,4 @@ def _flat(x: Batch, levels: list[Level], planned: list) -> State:
     indptr = torch.tensor([0, *map(len, found)]).cumsum(0).int()
     judge: Any = serve_checks.reference_case(x.served.case)
     want = judge.ragged(x.q, k, v, planned[-1][0], indptr, return_lse=x.softmax, **{**x.params, **over_keys})
-    return want if x.softmax else (want, None)
+    return parts_of(x.served.case.load(), want)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import simulated as sim
 import torch
-from gpu.cases import VECTORS, Case, example, keys_case
+from gpu.cases import EMITS, VECTORS, Case, example, keys_case
 from gpu.rounded import rounded_keys
 from ptx.serve import ServeDriver
 
@@ -18,7 +18,7 @@ import attncc
 from attncc.runtime.batch import BatchAttention
 from attncc.runtime.kernel import Kernel
 
-from block_checks import cells, lists, make_batch, reference, some_blocks  # isort: skip  (simulated says where)
+from block_checks import cells, lists, make_batch, reference, reference_all, some_blocks  # isort: skip  (simulated says where)
 from serve_cases import Served  # isort: skip
 from serve_checks import Batch  # isort: skip
 
@@ -56,8 +56,9 @@ def plan_and_check(x: Batch, block_rows: int, **options: Any) -> Simulated:
     sees = some_blocks(-(-qo_len // block_rows), -(-kv_len // size), np.random.default_rng(1))
     one = Simulated(x, **options)
     one.attn.plan_block_sparse(*lists(sees), block_rows=block_rows, block_cols=size, qo_len=qo_len, kv_len=kv_len)
-    want = reference(x, cells(sees, block_rows, size, qo_len, kv_len))
-    sim.serve_checks.check(x, sim.run(one, x), want)
+    found, want = sim.run_all(one, x), reference_all(x, cells(sees, block_rows, size, qo_len, kv_len))
+    sim.serve_checks.check(x, found[:2], want[:2])
+    sim.assert_emits(found[2], want[2])
     return one
 
 
@@ -136,3 +137,10 @@ def test_blocks_of_any_sizes(unit: int) -> None:
     one.attn.plan_variable_blocks(mask, rows, cols)
     seen = [m.repeat(r, 0).repeat(c, 1) for m, r, c in zip(mask, rows, cols, strict=True)]
     sim.serve_checks.check(x, sim.run(one, x), reference(x, torch.from_numpy(np.stack(seen))))
+
+
+@pytest.mark.parametrize("name, size", [("watch", 16), ("curves", 5)])
+def test_extra_outputs(name: str, size: int) -> None:
+    """All rows are of one request."""
+    x = batch(Served(Case(str(EMITS), name, head_dim=64), size, blocks=True), (70, 900), (4, 2))
+    assert plan_and_check(x, 20, sm_count=8).driver.pieces

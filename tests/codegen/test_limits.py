@@ -14,7 +14,8 @@ BREAKS = {
     ("domain", "lists found through a tensor over `j`"): (
         "tensor sel[n, 4]: i32\n    tensor which[j]: i32\n    domain = blocks(sel[which[max(i, 0)], :], size = 64)"
     ),
-    ("emit", "extra outputs"): "emit peak[h] = max(l)",
+    ("emit", "an index `j`"): "emit column[j, h] = max(l)",
+    ("emit", "`lse` in the value"): "emit peak[iq, h] = max(l - lse)",
     ("rope", "a `theta` or `scaling` that rows, heads or requests differ in"): "epilogue = rope(o, i, f32(kv_len))",
 }
 
@@ -44,7 +45,10 @@ def test_an_entry_is_said_once_with_its_line(limit, layout: str) -> None:
 
 
 def test_what_kernels_can_do_breaks_none() -> None:
-    body = "scale = 0.5\n    f_logits = softcap(s, 5.0)\n    scan = softmax(sink = 1.0)\n    epilogue = o * sum(o * o)"
+    body = (
+        "scale = 0.5\n    f_logits = softcap(s, 5.0)\n    scan = softmax(sink = 1.0)\n    emit a[h] = sum(l)\n"
+        "    epilogue = o * sum(o * o)"
+    )
     body += "\n    f_q = q * 2.0\n    f_k = -k\n    f_v = v / f32(j + 1)"
     body += "\n    tensor sel[iq, g, 4]: i32\n    domain = blocks(sel[iq, g, :], size = 64)"
     assert all(refused(variant(body), layout) == [] for layout in compiler.LAYOUTS)

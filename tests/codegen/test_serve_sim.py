@@ -80,7 +80,7 @@ def test_cascades(served: Served, heads: tuple[int, int]) -> None:
     for seed, scalars in enumerate([{}, x.scalars]):
         one = sim.simulated(x, sm_count=3, seed=seed)
         one.attn.plan_cascade(levels, **scalars)
-        sim.serve_checks.check(x, sim.run(one, x), want)
+        sim.serve_checks.check(x, sim.run(one, x), want[:2])
 
 
 def test_prefixes_found_by_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import serve_checks
 import torch
+from checks import Parts, parts_of
 from oracle import as_kernels_round
 from serve_cases import Served
 from serve_checks import Batch, compile_served
@@ -68,6 +69,10 @@ def sizes(batch: Batch, block_rows: int) -> dict[str, int]:
 
 
 def reference(batch: Batch, there: Tensor) -> tuple[Tensor, Tensor | None]:
+    return reference_all(batch, there)[:2]
+
+
+def reference_all(batch: Batch, there: Tensor) -> Parts:
     """`there` [qo_len, kv_len], or with kv heads before: is the key in a block that the row sees?"""
     case = batch.served.case
     variant = case.load()
@@ -83,4 +88,4 @@ def reference(batch: Batch, there: Tensor) -> tuple[Tensor, Tensor | None]:
     there = there.to(batch.q.device).expand(batch.heads[1], *there.shape[-2:])
     options: dict[str, Any] = {"return_lse": batch.softmax, "there": there, **batch.params}
     want = oracle.ragged(batch.q, *batch.kv, *batch.table, **options)
-    return want if batch.softmax else (want, None)
+    return parts_of(variant, want)

@@ -168,6 +168,17 @@ ODD_SCALARS: dict[str, list[dict[str, object]]] = {
 }
 
 
+# One variant for each way to emit.
+EMITS = ODD.with_name("emits.attn")
+EMIT_SCALARS: dict[str, dict[str, object]] = {
+    "unsettled": {"sm_scale": -0.2}, "sunk": {"window": 40}, "sigmoids": {"bias": -1.0},
+}  # fmt: skip
+
+
+def emit_cases() -> list[Case]:
+    return [Case(str(EMITS), v.name, head_dim=64) for v in _variants(str(EMITS))]
+
+
 def odd_cases() -> list[Case]:
     return [Case(str(ODD), v.name, head_dim=64) for v in _variants(str(ODD))]
 
@@ -217,5 +228,5 @@ def list_cases(head_dim: int = 64) -> list[Case]:
 def all_cases() -> list[Case]:
     """Each kernel once."""
     found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
-    found += [*folded_cases(), *list_cases()]
+    found += [*folded_cases(), *list_cases(), *emit_cases()]
     return list(dict.fromkeys(found))

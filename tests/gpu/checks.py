@@ -12,16 +12,33 @@ from torch import Tensor
 
 import attncc
 from attncc import flex
-from attncc.ir.nodes import SLOT_DEFAULTS
+from attncc.ir.nodes import SLOT_DEFAULTS, Variant
 from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
 
 UNIT = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}  # largest relative error of one rounding
 LSE = 5e-3  # tanh.approx under a softcap of 50 reaches half of it; without one it is 1e-5
 
 
+EMIT = 4e-3  # of what tanh.approx under a softcap of 5 adds to an exponential; without one it is 1e-6
+Parts = tuple[Tensor, Tensor | None, dict[str, Tensor]]
+
+
+def parts_of(variant: Variant, result: Any) -> Parts:
+    """out, lse and emitted tensors of a call that asked for lse where there is one."""
+    whole = result if isinstance(result, tuple) else (result,)
+    softmax = variant.scan.kind == "softmax"
+    assert len(whole) == 1 + softmax + bool(variant.emits)
+    return whole[0], whole[1] if softmax else None, whole[-1] if variant.emits else {}
+
+
 @cache
 def compile_case(case: Case) -> Any:
     return attncc.compile(case.source, **case.options)  # pyright: ignore[reportArgumentType]
+
+
+def out_of(result: Any) -> Tensor:
+    """Of a call that did not ask for lse."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def plain_reference(case: Case) -> Any:
@@ -53,13 +70,14 @@ def run_and_check(case: Case, shape: Shape, x: Inputs) -> tuple[Tensor, Tensor |
     softmax = case.load().scan.kind == "softmax"
     out, lse = poisoned(case, shape)
     options = {"lse": lse, "return_lse": True} if softmax else {}
-    compile_case(case)(x.q, x.k, x.v, out=out, **options, **x.params)
+    found = compile_case(case)(x.q, x.k, x.v, out=out, **options, **x.params)
     want = reference_case(case)(x.q, x.k, x.v, return_lse=softmax, **x.params)
-    want_out, want_lse = want if softmax else (want, None)
+    want_out, want_lse, want_emits = parts_of(case.load(), want)
+    assert_emits(parts_of(case.load(), found)[2], want_emits)
     limit = allowed(case, x, shape, want_out, want_lse)
     assert_close(out, want_out, limit)
     if transforms(case.load()):
-        assert_close(out, plain_reference(case)(x.q, x.k, x.v, **x.params), LOOSE * limit)
+        assert_close(out, out_of(plain_reference(case)(x.q, x.k, x.v, **x.params)), LOOSE * limit)
     if want_lse is None:
         return out, None
     assert_lse(lse, want_lse)
@@ -89,6 +107,17 @@ def assert_lse(lse: Tensor, want: Tensor) -> None:
     assert bool(lse[seen].isfinite().all())
     excess = (lse.double() - want).abs()[seen] - 1e-6 * want.abs()[seen]
     assert not seen.any() or float(excess.max()) <= LSE, f"lse differs by {float(excess.max()):.1e}"
+
+
+def assert_emits(found: dict[str, Tensor], want: dict[str, Tensor], limit: float = EMIT) -> None:
+    """Infinities exactly where the reference has them."""
+    assert list(found) == list(want)
+    for name, x in want.items():
+        assert (found[name].shape, found[name].dtype) == (x.shape, torch.float32), name
+        finite = x.isfinite()
+        assert torch.equal(found[name][~finite].double(), x[~finite]), name
+        error = ((found[name].double() - x).abs() / (1 + x.abs()))[finite]
+        assert not error.numel() or float(error.max()) < limit, f"{name} differs by {float(error.max()):.1e}"
 
 
 def relative(difference: Tensor, want: Tensor) -> float:

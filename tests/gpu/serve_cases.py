@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, example, example_cases, folded, hard, list_cases, vectors
+from cases import Case, emit_cases, example, example_cases, folded, hard, list_cases, vectors
 
 
 @dataclass(frozen=True)
@@ -78,26 +78,16 @@ VECTORS = [
 ] + [Served(vectors("queries_normed_and_turned", d), p) for d in (128, 256) for p in (16, 1)]  # fmt: skip
 LISTS = [Served(case, p) for case in list_cases() for p in (16, 1, None)]
 LISTED_BLOCKS = [Served(case, n, blocks=True) for case in list_cases() for n in (5, 16)]
+EMITS = [Served(case) for case in emit_cases()]
+EMITS += [Served(case, p) for case in emit_cases() for p in (1, None) if case.variant in ("watch", "curves", "tables")]
+EMITS_IN_BLOCKS = [Served(case, 16, blocks=True) for case in emit_cases() if case.variant in ("watch", "curves")]
 HALF = Served(example("causal", "causal", dtype="f16"))
 
 
 def all_served() -> list[Served]:
     """Each kernel once."""
-    found = [
-        *BY_PAGE.values(),
-        RAGGED,
-        *EXAMPLES,
-        *ROWS_AND_RAGGED,
-        *HARD,
-        *DIMS,
-        *BLOCKS,
-        *BLOCK_VARIANTS,
-        *FOLDED,
-        *VECTORS,
-        *LISTS,
-        *LISTED_BLOCKS,
-        HALF,
-    ]
+    found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, *FOLDED]
+    found += [HALF, *VECTORS, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
     return list(dict.fromkeys(found))
 
 

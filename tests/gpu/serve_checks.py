@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from cases import SCALARS
-from checks import UNIT, assert_close, assert_lse, plain_reference, reference_case
+from checks import UNIT, Parts, assert_close, assert_emits, assert_lse, parts_of, plain_reference, reference_case
 from oracle import LOOSE, transforms
 from serve_cases import Lengths, Served
 from torch import Tensor
@@ -189,20 +189,28 @@ def poisoned(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def run(attn: Any, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """Run a planned batch into poisoned outputs: (out, lse)."""
+    return run_all(attn, batch)[:2]
+
+
+def run_all(attn: Any, batch: Batch) -> Parts:
+    """... and emitted tensors."""
     out, lse = poisoned(batch)
     options = {"lse": lse, "return_lse": True} if batch.softmax else {}
-    attn.run(batch.q, batch.kv, out=out, **options, **batch.params)
-    return out, lse if batch.softmax else None
+    return parts_of(batch.served.case.load(), attn.run(batch.q, batch.kv, out=out, **options, **batch.params))
 
 
 def reference(batch: Batch, oracle: Any = None) -> tuple[Tensor, Tensor | None]:
+    return reference_all(batch, oracle)[:2]
+
+
+def reference_all(batch: Batch, oracle: Any = None) -> Parts:
     oracle = oracle or reference_case(batch.served.case)
     options: dict[str, Any] = {"return_lse": batch.softmax, **batch.params}
     if batch.served.page_size is None:
         want = oracle.ragged(batch.q, *batch.kv, *batch.table, **options)
     else:
         want = oracle.paged(batch.q, batch.kv, *batch.table, **options)
-    return want if batch.softmax else (want, None)
+    return parts_of(batch.served.case.load(), want)
 
 
 def check(batch: Batch, found: tuple[Tensor, Tensor | None], want: tuple[Tensor, Tensor | None] | None = None) -> None:
@@ -222,9 +230,11 @@ def run_and_check(batch: Batch, *, plan: dict[str, Any] | None = None, **options
     """Plan (with scalars `plan`), run and judge a batch by an object of its own."""
     attn = attention(batch, **options)
     attn.plan(*batch.table, **(plan or {}))
-    found = run(attn, batch)
-    check(batch, found)
-    return found
+    found = run_all(attn, batch)
+    check(batch, found[:2])
+    if found[2]:
+        assert_emits(found[2], reference_all(batch)[2])
+    return found[:2]
 
 
 def same(a: tuple[Tensor, Tensor | None], b: tuple[Tensor, Tensor | None]) -> bool:

@@ -8,6 +8,7 @@ on copies of the tensors, and refuses a launch that leaves an element of its out
 from __future__ import annotations
 
 import ctypes
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -47,12 +48,20 @@ def run_forward(
     stands in for the artifact's own.  Raises Fault (Deadlock) for what
     the kernel does wrong, ValueError and TypeError for arguments, as on a GPU.
     """
+    options = {"sm_count": sm_count, "seed": seed, "lockstep": lockstep, "ptx": ptx}
+    result = call_forward(artifact, q, k, v, {**(params or {}), "return_lse": return_lse, "out": out}, **options)
+    return result if return_lse else (result, None)
+
+
+def call_forward(
+    artifact: Artifact | str | Path, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, arguments: Mapping[str, Any],
+    *, sm_count: int = 2, seed: int = 0, lockstep: bool = True, ptx: str | None = None,
+) -> Any:  # fmt: skip
+    """What a call with these keyword arguments returns; the rest as of run_forward."""
     artifact = artifact if isinstance(artifact, Artifact) else read_artifact(artifact)
     driver = SimulatedDriver(ptx or main_ptx(artifact), sm_count, seed, lockstep, artifact)
-    driver.tensors = {n: t for n, t in (params or {}).items() if isinstance(t, torch.Tensor)}
-    kernel = Kernel(artifact, driver=driver)
-    result = kernel(q, k, v, return_lse=return_lse, out=out, **(params or {}))
-    return result if return_lse else (result, None)
+    driver.tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor) and n != "out"}
+    return Kernel(artifact, driver=driver)(q, k, v, **arguments)
 
 
 def main_ptx(artifact: Artifact) -> str:
@@ -133,6 +142,7 @@ class SimulatedDriver:
         translator = self.translator
         if self.folder is not None and name != self.first:
             translator = translated((self.folder / f"{name}.ptx").read_text())
+        rows = [] if "of" in function or name == "listing" else self.emitted(memory, number)
         for name, t in self.tensors.items():
             self.parameter(memory, f"t.{name}", t, number)
         self.machine = Machine(
@@ -140,6 +150,8 @@ class SimulatedDriver:
         )
         self.machine.launch()
         finish()
+        for k, found in enumerate(rows):
+            collect_lse(found, number[f"t.emit.{k}"])
 
     def place(
         self, memory: GlobalMemory, values: dict[str, bytes | TensorMap], number: Mapping[str, int],
@@ -151,8 +163,7 @@ class SimulatedDriver:
         out = values["map_o"]
         lse = None
         if number["lse"]:
-            rows = number["qo_len"] * number["num_heads_batch"]
-            lse = memory.empty("lse", 4 * rows, base=number["lse"])
+            lse = memory.empty("lse", 4 * self.row_count(number), base=number["lse"])
         tickets = memory.put("tickets", process_memory(number["tickets"], 8), writable=True, base=number["tickets"])
 
         def finish() -> None:
@@ -184,6 +195,17 @@ class SimulatedDriver:
             self.lines = lines
 
         return finish
+
+    def emitted(self, memory: GlobalMemory, number: Mapping[str, int]) -> list[Segment]:
+        """Where the kernel writes the rows of every reduction."""
+        addresses = [x for name, x in number.items() if re.fullmatch(r"t\.emit\.\d+", name)]
+        return [
+            memory.empty(f"emit {k}", 4 * self.row_count(number), base=x) for k, x in enumerate(addresses)
+        ]  # fmt: skip
+
+    def row_count(self, number: Mapping[str, int]) -> int:
+        """Query rows of all heads and requests."""
+        return number["qo_len"] * number["num_heads_batch"]
 
     def tensor(self, memory: GlobalMemory, name: str, raw: bytes) -> TensorMap:
         """A map's tensor, copied to memory of its own: only TMA reaches it."""

@@ -7,6 +7,7 @@ of every request written, and counters and tickets left zero.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -85,7 +86,7 @@ class ServeDriver(SimulatedDriver):
         ]
         put("q", sizes[0])
         out = empty("out", sizes[1])
-        lse = empty("lse", 4 * self.rows * heads) if number["lse"] else None
+        lse = empty("lse", 4 * self.row_count(number)) if number["lse"] else None
         for name, (first, count) in planned(number, self.rows).items():
             if count:
                 address, base = number[name] + 4 * first, memory.room(4 * count)
@@ -99,6 +100,9 @@ class ServeDriver(SimulatedDriver):
             zeros.append(put("counters", 4 * targets * number["num_kv_heads"], True))
             empty("part_o", 4 * rows * number["num_kv_heads"] * head_dim_vo)
             empty("part_lse", 4 * rows * number["num_kv_heads"])
+            if "part_emits" in number:
+                count = sum(re.fullmatch(r"t\.emit\.\d+", name) is not None for name in number)
+                empty("part_emits", 4 * rows * number["num_kv_heads"] * count)
         for x in zeros:
             if x.bytes.any():
                 raise Fault(f"{x.name} are other than zero before the launch")
@@ -113,6 +117,9 @@ class ServeDriver(SimulatedDriver):
                 collect_lse(lse, number["lse"])
 
         return finish
+
+    def row_count(self, number: Mapping[str, int]) -> int:
+        return self.rows * number["num_qo_heads"]
 
 
 def ints(address: int, count: int) -> np.ndarray:

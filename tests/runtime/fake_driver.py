@@ -104,8 +104,11 @@ def layout(names):
     return params
 
 
-def manifest(scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False):
-    """A manifest as `attncc build` writes it.  scalars (name, type, default); tensors (name, dims, dtype)."""
+def manifest(
+    scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False, emits=()
+):  # fmt: skip
+    """A manifest as `attncc build` writes it.  scalars (name, type, default); tensors (name, dims, dtype); emits (name,
+    index, reduction, rows)."""
     names = [(f"map_{x}", "tensormap") for x in "qkvo"] + [("lse", "ptr"), ("tickets", "ptr")]
     names += [(x, "i32") for x in GEOMETRY]
     names += [(f"s.{n}", "f32" if t == "f32" else "i32") for n, t, _ in scalars]
@@ -113,6 +116,7 @@ def manifest(scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, h
         rank = sum(2 if d in ("iq", "j") else 1 for d in dims)
         names.append((f"t.{name}", "ptr"))
         names += [(f"t.{name}.{what}.{k}", "i32") for k in range(rank) for what in ("stride", "size")]
+    names += rows_of(emits)
     box = {"box": [64, 64, 1, 1], "swizzle": 3}
     return {
         "schema": 1, "attncc": "0.1.0", "dsl": "4.8.1", "arch": "sm_90a",
@@ -121,12 +125,17 @@ def manifest(scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, h
         "scan": scan, "const": const or {},
         "scalars": [{"name": n, "type": t, "default": d} for n, t, d in scalars],
         "tensors": [{"name": n, "dims": list(d), "dtype": t, "sorted": False} for n, d, t in tensors],
+        "emits": [{"name": n, "index": list(i), "reduce": r, "rows": k} for n, i, r, k in emits],
         "kernels": {"forward": {
             "cubin": "forward.cubin", "entry": "attncc_test_0", "params": layout(names), "block": [384, 1, 1],
             "smem": 230400, "registers": 168, "spill_bytes": 0, "tile_q": 128, "tile_kv": 128, "stages": 2,
             "build_seconds": 1.5, "causal_like": causal_like, "tma": {f"map_{x}": dict(box) for x in "qkvo"},
         }},
     }  # fmt: skip
+
+
+def rows_of(emits):
+    return [(f"t.emit.{k}", "ptr") for k in sorted({k for *_, k in emits})]
 
 
 def artifact(**options):
@@ -160,6 +169,8 @@ def served_manifest(
         names.append((f"t.{name}", "ptr"))
         rank = sum(2 if d == "j" else 1 for d in dims)
         names += [(f"t.{name}.{what}.{k}", "i32") for k in range(rank) for what in ("stride", "size")]
+    emits = rows_of(options.get("emits", ()))
+    names += [*emits, *([("part_emits", "ptr")] if emits else [])]
     box = {"box": [64, 8, 1, 1], "swizzle": 3}
     kernel = {
         **made["kernels"]["forward"], "cubin": "serve.cubin", "params": layout(names), "tile_kv": 64,

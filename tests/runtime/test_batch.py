@@ -31,7 +31,7 @@ def driver():
 def attention(driver, page_size: int | None = 16, heads=(8, 2), kernel=None, other=None, **options):
     named = {
         name: options.pop(name)
-        for name in ("scalars", "tensors", "visible", "source", "scan", "positions")
+        for name in ("scalars", "tensors", "visible", "source", "scan", "positions", "emits")
         if name in options
     }
     kernel = kernel or Kernel(served_artifact(page_size=page_size, **named), driver)

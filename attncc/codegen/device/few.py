@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
+from .emits import OPS
 from .epilogue import BAR_STORE, plus
 from .factors import load_factors
 from .forward import weights
@@ -24,7 +25,7 @@ from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
 from .ring import release, wait_block
-from .softmax import chains, rescale
+from .softmax import IDENTITY, chains, rescale
 
 KEYS = 16  # of a block, a warp
 WARPS = 8
@@ -258,8 +259,43 @@ def meet(
                                 read_only_args=[stage + (n * 64 + row * 8 + c_in) * 4],
                             )
                             O[i, 0, r * blocks + n], O[i, 1, r * blocks + n] = x, y
+    if const_expr(p.emits):
+        meet_emits(p, state, stage, group, w)
     if w == 0:
         cute.arch.barrier_arrive(barrier_id=BAR_TAKEN, number_of_threads=256)
+
+
+@cute.jit
+def meet_emits(p: cutlass.Constexpr, state, stage: Int32, group: Int32, w: Int32):
+    """What emits reduce becomes, in the first warpgroup, that of all warps; by way of the store buffer, too."""
+    lane = cute.arch.lane_idx()
+    first = lane % 4 == 0
+    here = stage + (group * FEW + lane // 4) * 4
+    own = [[quad(OPS[reduce], pair[i]) for i in range(2)] for reduce, pair in zip(p.emits, state.emits, strict=True)]
+    cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+    if first:
+        for k, i in places(p):
+            at = here + (k * WARPS * FEW + 8 * i) * 4
+            cute.arch.inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[at, own[k][i]])
+    if w == 1:
+        cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
+    else:
+        cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
+        load = "ld.shared.f32 {$w0}, [{$r0}];"
+        for k, i in places(p):
+            at = stage + (k * WARPS * FEW + lane // 4 + 8 * i) * 4
+            found = [
+                cute.arch.inline_ptx(load, write_only_types=[Float32], read_only_args=[at + n * (FEW * 4)])
+                for n in range(WARPS)
+            ]
+            whole = chains(OPS[p.emits[k]], found, 2)
+            # a quad adds its lanes up
+            state.emits[k][i] = cutlass.select_(first, whole, Float32(IDENTITY[p.emits[k]]))
+
+
+def places(p) -> list[tuple[int, int]]:
+    """(reduction, row of a thread)."""
+    return [(k, i) for k in range(len(p.emits)) for i in range(2)]
 
 
 @cute.jit

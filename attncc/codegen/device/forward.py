@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import load_factors
 from .functors import Block, Env, Grid, head_of, open_tile
@@ -68,7 +69,9 @@ def issue_values(p, O, rP, rV):
 
 @cute.jit
 def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, loaded, first: cutlass.Constexpr):
-    """P from S; `loaded`: the factors of the block's keys.  True if O must be rescaled by state.grow."""
+    """P from S, and what emits reduce; `loaded`: the factors of the block's keys.  True if O must be rescaled by
+    state.grow."""
+    observe(p, fn, S, state, tile, block.col0, block.masked)
     stale = Boolean(False)
     if const_expr(p.scan == "none"):
         weigh(p, fn, S, P, tile, block.col0, loaded, block.masked)
@@ -169,7 +172,7 @@ def consume(
     rP = cute.make_tensor(
         cute.recast_ptr(P.iterator, dtype=element(p)), cute.make_layout(((2, 2, 2), 1, p.tile_kv // 16))
     )
-    state = new_state()
+    state = new_state(p)
     row_lse = cute.make_rmem_tensor((2,), Float32)
     zero = outer.num_qo_heads >> 31  # 0, but only we know
     fill_turnings(p, fn, turnings, outer, t, w)
@@ -274,6 +277,7 @@ def consume(
             base, total = totals(p, fn, state, tile)
             normalise(p, fn, O, base, total, tile, row_lse)
             store_lse(lse, row_lse, env, row0, c_in)
+        store_emits(p, fn, finished(p, fn, state, tile), tile, row0, env.qo_len, c_in)
         if const_expr(p.epilogue):
             finish_rows(p, fn, turnings, O, tile, row_lse, t)
         store_tile(p, atom_o, sO, acc_o, t, w, item.m, env)

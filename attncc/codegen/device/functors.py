@@ -17,6 +17,8 @@ tuples, each computed once at its own level:
   bounds(x, i0, i1)              keys [lo, hi) that any row of i0..i1 sees, [clear_lo, clear_hi) that all see
   classify(x, i0, i1, j0, j1)    (may any cell be seen, must all be)
   line(x, iq), block_keys(x), listed(x, i, iq)   of a domain: lists.py, listing.py
+  cell_K(x, hd, rw, cl, dot, i, j, seen), emitted_K(x, hd, rw, i, i0, total)  what emit K reduces; the row's value
+  emit_rows(x), emit_parts(x)    addresses: of the rows of every emit, of what pieces of tiles leave
 
 Vector slots have functions of their own (vectors.py).
 
@@ -229,6 +231,17 @@ def shift_of(fn, tile: Tile, i: int):
 def sink_of(fn, tile: Tile, i: int):
     row = tile.rows[i]
     return fn.sink(row.env, row.hd, row.rw, row.i)
+
+
+def cell_of(fn, k: int, tile: Tile, i: int, cl, dot, j, seen):
+    """What one key and row add to reduction k."""
+    row = tile.rows[i]
+    return getattr(fn, f"cell_{k}")(row.env, row.hd, row.rw, cl, dot, row.i, j, seen)
+
+
+def emitted_of(fn, k: int, tile: Tile, i: int, total):
+    row = tile.rows[i]
+    return getattr(fn, f"emitted_{k}")(row.env, row.hd, row.rw, row.i, tile.i0, total)
 
 
 def highest_bit(x):

@@ -10,10 +10,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from .emits import OPS, add_parts, in_fours, store_parts
 from .epilogue import BAR_STORE, close_row
 from .functors import NEG_INF
 from .layout import quad
 from .packed import SOURCES, TARGET_WORDS, word
+from .softmax import IDENTITY
 from .vectors import plus
 
 BAR_FREE, BAR_READY, BAR_TAKEN = 1, 2, 3  # the exchange buffer: may be written, has been written, has been read
@@ -47,6 +49,12 @@ def hand_over(p: cutlass.Constexpr, acc_o, state, exchange, sums, used, t: Int32
                     cute.make_tensor(sums + t, cute.make_layout(4)).store(mine)
             for k in cutlass.range_constexpr(each):
                 cute.autovec_copy(quarter(acc_o, r * each + k), exchange_slice(exchange, k, t))
+        cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
+    if const_expr(p.emits):
+        cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
+        if used:
+            for k, four in enumerate(in_fours(state.emits)):
+                exchange_slice(exchange, k, t).store(pack4(*(pair[i] for pair, i in four)).load())
         cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
 
 
@@ -84,8 +92,17 @@ def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: I
                 here = quarter(acc_o, r * each + k)
                 for e in cutlass.range_constexpr(4):
                     here[e] = here[e] * mine[e // 2] + other[e] * theirs[e // 2]
-        last = r + 1 == p.tile_vo // p.stage_vo
+        last = r + 1 == p.tile_vo // p.stage_vo and not p.emits
         cute.arch.barrier_arrive(barrier_id=BAR_TAKEN if last else BAR_FREE, number_of_threads=256)
+    if const_expr(p.emits):
+        cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
+        if used:
+            for k, four in enumerate(in_fours(state.emits)):
+                cute.autovec_copy(exchange_slice(exchange, k, t), other)
+                for e, (pair, i) in enumerate(four):
+                    op = OPS[p.emits[(4 * k + e) // 2]]
+                    pair[i] = op(pair[i], other[e])
+        cute.arch.barrier_arrive(barrier_id=BAR_TAKEN, number_of_threads=256)
 
 
 # ------------------------------------------------------------------------------------- across CTAs
@@ -95,9 +112,10 @@ def partial_row(sizes, row, g):
 
 @cute.jit
 def store_partial(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile, item, row: Int32, c_in: Int32, lists, sizes
-):
-    """This thread's share of the piece's state: o normalised, lse in base 2, without the sink."""
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, found, tile, item, row: Int32, c_in: Int32, lists,
+    sizes,
+):  # fmt: skip
+    """This thread's share of the piece's state: o normalised, lse in base 2, without the sink; and what it `found`."""
     for i in cutlass.range_constexpr(2):
         if row + 8 * i < item.rows:
             at = partial_row(sizes, item.delta + item.row0 + row + 8 * i, item.g)
@@ -106,6 +124,9 @@ def store_partial(
                 inv, log2 = close_row(p, fn, tile, i, base[i], total[i], False)
                 if c_in == 0:
                     cute.make_tensor(lists.part_lse + at, cute.make_layout(1))[0] = log2
+            if const_expr(p.emits):
+                if c_in == 0:
+                    store_parts(p, fn, found, tile, i, at)
             here = lists.part_o.toint() + (at * p.head_dim_vo + c_in) * 4
             for n in cutlass.range_constexpr(p.head_dim_vo // 8):
                 cute.arch.inline_ptx(
@@ -169,6 +190,22 @@ def merge_pieces(p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: In
                 O[i, 0, n] = O[i, 0, n] * keep + x * weight
                 O[i, 1, n] = O[i, 1, n] * keep + y * weight
     return (base[0], base[1]), (total[0], total[1])
+
+
+@cute.jit
+def merge_emits(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, found, tile, target, g: Int32, row: Int32, c_in: Int32, lists, sizes
+):  # fmt: skip
+    """What all pieces found for each row: a lane of its four takes every fourth piece, in the order of the plan."""
+    for i in cutlass.range_constexpr(2):
+        packed = target.row0 + cutlass.min(row + 8 * i, target.rows - 1)
+        for reduce, pair in zip(p.emits, found, strict=True):
+            pair[i] = Float32(IDENTITY[reduce])
+        for s in cutlass.range(c_in // 2, target.sources, 4, unroll=1):
+            delta = word(lists.sources, target.source0 + s)
+            add_parts(p, fn, found, tile, i, partial_row(sizes, delta + packed, g))
+        for reduce, pair in zip(p.emits, found, strict=True):
+            pair[i] = quad(OPS[reduce], pair[i])
 
 
 BATCH = 8  # pieces whose loads are on their way together

@@ -16,6 +16,7 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .emits import finished, store_emits
 from .epilogue import normalise, store_packed_lse, store_rows, totals
 from .factors import load_factors
 from .few import attend_few, meet
@@ -34,6 +35,7 @@ from .merge import (
     arrive,
     few_rows,
     hand_over,
+    merge_emits,
     merge_few,
     merge_pieces,
     receive,
@@ -192,12 +194,13 @@ def conclude(
     r_in, c_in = (t // 32) * 16 + (t % 32) // 4, (t % 4) * 2
     whole = item.targets == 0
     base, total = totals(p, fn, state, tile)
+    found = finished(p, fn, state, tile)
     first = item.row0 + local
     rows = cutlass.max(cutlass.min(item.rows - local, 64), 0)
     wgs = 2 - item.split
     barrier = BAR_STORED + item.split  # not one for both: the second warpgroup may already be at its next item
     if not whole:
-        store_partial(p, fn, O, base, total, tile, item, local + r_in, c_in, lists, sizes)
+        store_partial(p, fn, O, base, total, found, tile, item, local + r_in, c_in, lists, sizes)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=128 * wgs)
     row_lse = cute.make_rmem_tensor((2,), cutlass.Float32)
     for c in cutlass.range(cutlass.max((item.targets + 31) // 32, 1), unroll=1):
@@ -221,11 +224,14 @@ def conclude(
                         base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
                     else:
                         base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
+                    if const_expr(p.emits):
+                        merge_emits(p, fn, found, tile, target, item.g, r_in, c_in, lists, sizes)
                     first, rows = target.row0, target.rows
                 row_lse.fill(0.0)
                 if const_expr(p.scan == "softmax"):
                     normalise(p, fn, O, base, total, tile, row_lse)
                     store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
+                store_emits(p, fn, found, tile, r_in, rows, c_in)
                 if const_expr(p.epilogue):
                     finish_rows(p, fn, turnings, O, tile, row_lse, t)
                 store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
@@ -300,7 +306,7 @@ def consume(
     rV = tpv.make_fragment_B(tpv.partition_B(sV))
     frags = acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, sK.iterator.toint(), sV.iterator.toint()
     exchange = cute.recast_ptr(sO.iterator, swizzle_=cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
-    state = new_state()
+    state = new_state(p)
     zero = sizes.num_qo_heads >> 31  # 0, but only we know
     fill_turnings(p, fn, turnings, launch_env(sizes), t, w)
 

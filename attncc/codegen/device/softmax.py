@@ -23,6 +23,7 @@ from .layout import quad, row_elems
 
 FLOOR = -1.0e30  # base of a row that has seen no key: finite, so no -inf guards are needed
 GUARD = 2.0**12
+IDENTITY = {"max": -Float32.inf, "min": Float32.inf, "sum": 0.0}  # of what emits reduce
 
 
 def pack(p, lo, hi):
@@ -57,15 +58,18 @@ def opaque(x):
 
 
 class State(NamedTuple):
-    """Of a thread's two rows: base, running sum of its own columns, and the factor by which O is to be rescaled."""
+    """Of a thread's two rows: base, running sum of its own columns, the factor by which O is to be rescaled, and what
+    is reduced for every emit (emits.py)."""
 
     top: Any
     total: Any
     grow: Any
+    emits: tuple
 
 
-def new_state() -> State:
-    return State(*(cute.make_rmem_tensor((2,), Float32) for _ in range(3)))
+def new_state(p) -> State:
+    pairs = [cute.make_rmem_tensor((2,), Float32) for _ in range(3 + len(p.emits))]
+    return State(*pairs[:3], tuple(pairs[3:]))
 
 
 def reset(p, state: State, tile) -> None:
@@ -76,6 +80,13 @@ def reset(p, state: State, tile) -> None:
         state.top[i] = floor
     state.total.fill(0.0)
     state.grow.fill(1.0)
+    for reduce, found in zip(p.emits, state.emits, strict=True):
+        found.fill(IDENTITY[reduce])
+
+
+def hidden_already(p) -> bool:
+    """Has emits.observe hidden the scores of keys that do not exist?  Their factors would come too late."""
+    return bool(p.emits) and p.scan == "softmax" and p.score != "any" and not p.key_factor
 
 
 def multiply(p, fn, S, tile, col0, loaded):
@@ -189,7 +200,7 @@ def soften(
     stale = Boolean(True)
     if const_expr(p.key_factor == "dot"):
         multiply(p, fn, S, tile, col0, loaded)
-    if const_expr(p.score != "any"):
+    if const_expr(p.score != "any" and not hidden_already(p)):
         if masked:
             if const_expr(p.key_factor == "unit"):
                 multiply(p, fn, S, tile, col0, loaded)

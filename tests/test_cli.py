@@ -146,6 +146,8 @@ def test_show_grad_is_refused_clearly() -> None:
     (["--layout", "paged", "--page-size", "0"], "page_size: expected 1 to 1048576, found 0"),
     (["--layout", "ragged", "--page-size", "16"], "--page-size: goes with --layout paged"),
     (["--page-size", "16"], "--page-size: goes with --layout paged"),
+    (["--layout", "paged", "--page-size", "16", "--prepass"],
+     "--prepass: a cache in pages is never copied; what works: --no-prepass"),
     (["--const", "cup=3"], "--const cup: no const parameter of that name; there is: cap"),
     (["--const", "window=3"], "--const window: no const parameter of that name; there is: cap"),
     (["--head-dim", "100"], "head_dim: expected a multiple of 8 from 8 to 256, found 100"),

@@ -48,6 +48,18 @@ under_test: 8 queries x 8 keys in 4 x 4 tiles of 2 x 2
     )
 
 
+def test_what_transformed_keys_cost():
+    """A row reads each key once; a row of 4096 tiles, half of them hidden, sixteen times and a half."""
+    body = "    f_k = rope(k, j)\n    f_v = v * f32(j)\n    mask = j <= i\n"
+    few = explain(variant(body), 1, 1000).text()
+    assert "f_k: each key is read 1.0 times a query head" in few and "keys go through the kernel;" in few
+    many = explain(variant(body), 4096, 4096).text()
+    assert "f_k: each key is read 16.5 times a query head" in many and "keys go through a pre-pass;" in many
+    assert "of 128 features for 32 heads over 8 on 132 SMs: " in many
+    assert "pre-pass" not in explain(variant("    f_v = v * f32(j)\n"), 4096, 4096).text()
+    assert "f_k and f_v: each" in explain(variant("    f_k = l2norm(k)\n    f_v = v * v\n"), 8, 8).text()
+
+
 def test_large_map_is_cut_down():
     e = explain(variant("    mask = j <= i\n"), 32768, 32768)
     assert e.classes.shape == (256, 256)

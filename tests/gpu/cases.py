@@ -210,11 +210,22 @@ def folded_cases() -> list[Case]:
     return [folded(v.name) for v in _variants(str(FOLDED))]
 
 
+# f_k and f_v that are more than a factor; `prepass` says who applies them.
 KEYS = Path(__file__).resolve().parents[1] / "codegen" / "keys.attn"
+KEY_DIMS = {"turned_keys": (128, None), "normed_keys": (128, None), "normed_values": (128, None),
+            "turned_pairs_of_keys": (64, None), "shifted_values": (192, 128), "of_requests": (80, 40)}  # fmt: skip
 
 
 def keys_case(variant: str, **options) -> Case:
     return Case(str(KEYS), variant, **{"head_dim": 64, **options})
+
+
+def keys_cases(prepass: bool | None) -> list[Case]:
+    """Of every variant there."""
+    return [
+        keys_case(name, head_dim=qk, head_dim_vo=vo, dtype="f16" if qk == 80 else "bf16", prepass=prepass)
+        for name, (qk, vo) in KEY_DIMS.items()
+    ]
 
 
 # Domains of every kind.
@@ -228,5 +239,12 @@ def list_cases(head_dim: int = 64) -> list[Case]:
 def all_cases() -> list[Case]:
     """Each kernel once."""
     found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
-    found += [*folded_cases(), *list_cases(), *emit_cases()]
+    found += [
+        *folded_cases(),
+        *list_cases(),
+        *emit_cases(),
+        *keys_cases(False),
+        *keys_cases(True),
+        keys_case("turned_keys"),
+    ]
     return list(dict.fromkeys(found))

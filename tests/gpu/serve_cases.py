@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, emit_cases, example, example_cases, folded, hard, list_cases, vectors
+from cases import Case, emit_cases, example, example_cases, folded, hard, keys_cases, list_cases, vectors
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,16 @@ EMITS = [Served(case) for case in emit_cases()]
 EMITS += [Served(case, p) for case in emit_cases() for p in (1, None) if case.variant in ("watch", "curves", "tables")]
 EMITS_IN_BLOCKS = [Served(case, 16, blocks=True) for case in emit_cases() if case.variant in ("watch", "curves")]
 HALF = Served(example("causal", "causal", dtype="f16"))
+KEYS = [Served(case, p) for case in keys_cases(False) for p in (16, 1, None)]
+KEYS_BEFORE = [Served(case, None) for case in keys_cases(True)]  # ragged keys, through a pre-pass
+KEYS_IN_BLOCKS = [Served(case, n, blocks=True) for case in keys_cases(False)[:2] for n in (5, 16)]
 
 
 def all_served() -> list[Served]:
     """Each kernel once."""
     found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, *FOLDED]
     found += [HALF, *VECTORS, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
+    found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS]
     return list(dict.fromkeys(found))
 
 

@@ -137,7 +137,7 @@ def transform_own(
     if const_expr(p.f_k if what == "k" else p.f_v):
         row, each = tile.rows[0], KEYS // ROWS
         base = tiles + slot * (p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2)
-        keys = Keys(row.env, row.hd, first, first + left)
+        keys = Keys(row.env, first, first + left)
         transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
 
 

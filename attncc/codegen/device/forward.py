@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import load_factors
-from .functors import Block, Env, Grid, head_of, open_tile
+from .functors import Block, Env, Grid, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
@@ -103,7 +103,7 @@ def transform_block(
     reach past the last key."""
     if const_expr(p.f_k if what == "k" else p.f_v):
         env = env_of(item, outer)
-        keys = Keys(env, head_of(fn, env), block.col0 - c_in, env.kv_len if last else None)
+        keys = Keys(env, block.col0 - c_in, env.kv_len if last else None)
         transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, Int32(0), lead)
 
 

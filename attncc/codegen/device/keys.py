@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 
-from .functors import key_position
+from .functors import head_of, key_position
 from .gather import place
+from .layout import quad
 from .ring import warp_uniform
 from .softmax import opaque, pack
-from .vectors import evaluate, load_word, unpack
+from .vectors import Part, evaluate, load_word, plus, runs_of, unpack
 
 ROWS = 8  # a warp takes at a time
 
@@ -32,7 +33,6 @@ class Keys(NamedTuple):
     its rows do."""
 
     env: Any
-    hd: tuple
     first: Any
     stop: Any
 
@@ -92,15 +92,23 @@ def transform_rows(
     """Rows ROWS begin … ROWS end - 1 of a block at shared address `base`, but none that nobody has copied."""
     if const_expr(keys.stop is not None):
         end = cutlass.min(end, (keys.stop - keys.first + ROWS - 1) // ROWS)
+    hd = head_of(fn, afresh(keys.env))
     for run in cutlass.range(begin, end, unroll=1):
-        t = opaque(cute.arch.lane_idx())  # else what a feature reads is kept in registers from row to row
+        t, env = opaque(cute.arch.lane_idx()), afresh(keys.env)
         row = run * ROWS + t // 4
         at = keys.first + row
         seen = True if keys.stop is None else at < keys.stop
-        key = Key(keys.env, keys.hd, key_position(p, keys.env, at, keys.stop), seen)
+        key = Key(env, hd, key_position(p, keys.env, at, keys.stop), seen)
         transform_row(p, fn, what, turnings, base, p.tile_kv, row, key, t)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
+
+
+def afresh(env):
+    """The environment, of which nothing that is computed from the variant's parameters is kept in registers through the
+    loops around: neither what a feature reads nor where it lies."""
+    zero = opaque(Int32(0))
+    return env._replace(params=tuple(x if isinstance(x, Float32) else x + type(x)(zero) for x in env.params))
 
 
 def say_ready(ready, slot, count, lead) -> None:
@@ -112,15 +120,73 @@ def say_ready(ready, slot, count, lead) -> None:
     )
 
 
+class Line(NamedTuple):
+    """A row of a tile of `rows` rows and `width` features at shared address `base`."""
+
+    base: Any
+    row: Any
+    rows: int
+    width: int
+
+    def address(self, n, t):
+        """Of this lane's word of the features from 8 n on."""
+        return self.base + place(self.row, n, self.rows, self.width) + (t % 4) * 4
+
+    def load(self, p, blocks, t):
+        return [x for n in blocks for x in unpack(p, load_word(self.address(n, t)))]
+
+
 def transform_row(p, fn, what: str, turnings, base, rows: int, row, key: Key, t) -> None:
     """A row of a tile of `rows` rows at shared address `base`.  Where there is no such key it becomes zeros in V, since
     its weight is 0 times it; in K nobody looks at its score."""
     width, used = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
-    places = [base + (place(row, n, rows, width) + (t % 4) * 4) for n in range(used // 8)]
-    values = [x for at in places for x in unpack(p, load_word(at))]
-    found = evaluate(p, fn, f"f_{what}", turnings, (key.env, key.hd, key.j, key.seen), values, t)
-    for n, at in enumerate(places):
-        word = pack(p, found[2 * n], found[2 * n + 1])
-        if what == "v" and key.seen is not True:
-            word = cutlass.select_(key.seen, word, Int32(0))
-        cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word])
+    slot, at, line = f"f_{what}", (key.env, key.hd, key.j, key.seen), Line(base, row, rows, width)
+    runs = runs_of(fn.STEPS[slot], used // 8, what == "k")  # beside V's rows there are weights that wait for them
+    if runs is None:
+        blocks = list(range(used // 8))
+        store_row(p, what, line, key.seen, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t), t)
+        return
+    sums: tuple = ()
+    for k, (kind, *_) in enumerate(fn.STEPS[slot]):
+        if kind == "sum":
+            sums = (*sums, quad(plus, add_up(p, fn, slot, turnings, at, base, row, rows, width, sums, k, used // 8, t)))
+    for run in runs:
+        transform_run(p, fn, what, turnings, at, base, row, rows, width, run, sums, key.seen, t)
+
+
+@cute.jit
+def add_up(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
+    rows: cutlass.Constexpr, width: cutlass.Constexpr, sums, number: cutlass.Constexpr, blocks: cutlass.Constexpr, t,
+):  # fmt: skip
+    """This lane's share of the sum that is step `number`."""
+    a, b = evaluate(
+        p, fn, slot, turnings, at, Line(base, row, rows, width).load(p, [0], t), t, Part([0], sums, until=number)
+    )
+    total = a + b
+    for n in cutlass.range(1, blocks, unroll=2):
+        here = Line(base, row, rows, width)
+        for x in evaluate(p, fn, slot, turnings, at, here.load(p, [n], t), t, Part([n], sums, until=number)):
+            total = total + x
+    return total
+
+
+@cute.jit
+def transform_run(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
+    rows: cutlass.Constexpr, width: cutlass.Constexpr, run: cutlass.Constexpr, sums, seen, t,
+):  # fmt: skip
+    for n in cutlass.range(run.count, unroll=2):
+        line = Line(base, row, rows, width)
+        blocks = [run.first + n + offset for offset in run.offsets]
+        part = Part(blocks, sums, run.turns)
+        found = evaluate(p, fn, f"f_{what}", turnings, at, line.load(p, blocks, t), t, part)
+        store_row(p, what, line, seen, blocks, found, t)
+
+
+def store_row(p, what: str, line: Line, seen, blocks, found, t) -> None:
+    for k, n in enumerate(blocks):
+        word = pack(p, found[2 * k], found[2 * k + 1])
+        if what == "v" and seen is not True:
+            word = cutlass.select_(seen, word, Int32(0))
+        cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[line.address(n, t), word])

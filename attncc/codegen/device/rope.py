@@ -187,3 +187,14 @@ def turn(values, dims: int, style: str, angle, t):
             x = cutlass.select_(first, values[at] * cos - above[at] * sin, values[at] * cos + below[at] * sin)
             turned[at] = cutlass.select_(feature < dims, x, values[at])
     return turned
+
+
+def turn_part(values, style: str, angle, n, t):
+    """Eight features of a row that turn with one another, from 8 n on (interleaved), or those and their partners."""
+    turned = list(values)
+    for c in range(1 if style == "interleaved" else 2):
+        at, to = (0, 1) if style == "interleaved" else (c, 2 + c)
+        cos, sin = angle(4 * n + t % 4 if style == "interleaved" else 8 * n + c + (t % 4) * 2)
+        turned[at] = values[at] * cos - values[to] * sin
+        turned[to] = values[to] * cos + values[at] * sin
+    return turned

@@ -97,7 +97,7 @@ def transform_own(
     the last key."""
     if const_expr(p.f_k if what == "k" else p.f_v):
         row = tile.rows[0]
-        keys = Keys(row.env, row.hd, block.col0 - c_in, tile.stop if last else None)
+        keys = Keys(row.env, block.col0 - c_in, tile.stop if last else None)
         transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, split, lead)
 
 

@@ -5,6 +5,8 @@ never a feature that only the tile has.  The four lanes of a quad hold a row tog
 and what STEPS says: codegen/emit_vectors.py.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -13,7 +15,7 @@ from cutlass._mlir.dialects import llvm
 from .gather import place
 from .layout import quad
 from .ring import warp_uniform
-from .rope import cos_sin, table_of, turn
+from .rope import cos_sin, table_of, turn, turn_part
 from .softmax import chains, pack
 
 BAR_ROWS = 12  # ... 13: rows of a warpgroup have been transformed
@@ -23,26 +25,46 @@ def plus(a, b):
     return a + b
 
 
-def evaluate(p, fn, slot: str, turnings, at: tuple, values, t):
-    """What the slot makes of a row.  `at`: environment, the head's values, and what tells the slot's rows apart."""
+class Part(NamedTuple):
+    """Some eights of a row's features, `blocks`, which need of the rest the sums that are known alone.  `turns`: ropes
+    reach them; `until`: the step to stop at."""
+
+    blocks: list
+    sums: tuple = ()
+    turns: bool = True
+    until: int | None = None
+
+
+def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None = None):
+    """What the slot makes of a row.  `at`: environment, the head's values, and what tells the slot's rows apart.
+
+    With `part`: of a part of it, and where that ends at a sum, what this adds up.
+    """
     c_in = (t % 4) * 2
-    sums, turned = (), ()
+    sums, turned = (() if part is None else part.sums), ()
+    blocks = range(len(values) // 2) if part is None else part.blocks
 
     def each(name: str):
         """The function of every feature."""
         return [
-            getattr(fn, name)(*at, x, c_in + (8 * (k // 2) + k % 2), sums, tuple(row[k] for row in turned))
+            getattr(fn, name)(*at, x, c_in + (8 * blocks[k // 2] + k % 2), sums, tuple(row[k] for row in turned))
             for k, x in enumerate(values)
         ]
 
     for k, (kind, *how) in enumerate(fn.STEPS[slot]):
         name = f"{slot}_{k}"
+        if part is not None and k == part.until:
+            return each(name)
         if kind == "sum":
-            sums = (*sums, quad(plus, chains(plus, each(name), 1)))
+            if part is None:
+                sums = (*sums, quad(plus, chains(plus, each(name), 1)))
         else:
             dims, style, table = how
             angle = angles(p, fn, name, turnings, table, at, sums)
-            turned = (*turned, turn(each(name), dims, style, angle, t))
+            if part is None:
+                turned = (*turned, turn(each(name), dims, style, angle, t))
+            else:
+                turned = (*turned, turn_part(each(name), style, angle, blocks[0], t) if part.turns else each(name))
     return each(slot)
 
 
@@ -53,6 +75,34 @@ def angles(p, fn, name: str, turnings, table: int | None, at: tuple, sums):
     begin = table_of(p, turnings, table).toint()
     position = getattr(fn, f"{name}_position")(*at, None, None, sums, ())
     return lambda pair: cos_sin(begin + pair * 8, position)
+
+
+WHOLE = 16  # eights of a row that stay in registers from step to step
+
+
+class Run(NamedTuple):
+    """Parts that are alike: for each n < count the eights of features first + n + offsets."""
+
+    first: int
+    count: int
+    offsets: tuple[int, ...]
+    turns: bool
+
+
+def runs_of(steps, blocks: int, room: bool) -> list[Run] | None:
+    """A row of so many eights of features in parts that are alike; None: as a whole, which is faster where it fits, or
+    the only way.  `room`: there are registers for WHOLE of them."""
+    if steps and room and blocks <= WHOLE:
+        return None
+    ropes = [how for kind, *how in steps if kind == "rope"]
+    if not ropes:
+        return [Run(0, blocks, (0,), False)]
+    dims, style, _ = ropes[0]
+    pairs = dims // 16 if style == "neox" else 0
+    if len(ropes) > 1 or steps[-1][0] == "sum" or dims % (16 if pairs else 8):
+        return None
+    turning = Run(0, pairs, (0, pairs), True) if pairs else Run(0, dims // 8, (0,), True)
+    return [turning, Run(dims // 8, blocks - dims // 8, (0,), False)]
 
 
 @cute.jit

@@ -307,9 +307,9 @@ class BatchAttention:
         made.header[2] = planned.needs["rows"]  # a launch with fewer rows does nothing
         parts = {"header": made.header, "sources": made.sources, "targets": made.targets, "items": made.items}
         lists = {"row_request": made.row_request, "requests": made.requests}
-        parts |= {name: x for name, x in lists.items() if x is not None}
         if planned.served.lists and made.row_request is None:
             parts |= planned.owners()
+        parts |= {name: x for name, x in lists.items() if x is not None}  # a pre-pass asks for more of requests
         if self._by_request:  # requests that a captured run has beyond the plan's are empty
             rows = planned.qo_indptr
             parts = {"qo_indptr": np.pad(rows, (0, self._shape.max_batch_size + 1 - len(rows)), mode="edge"), **parts}

@@ -55,6 +55,7 @@ bench: prebuild
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/head_dims.py
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/host.py
 	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/serve.py
+	ATTNCC_CACHE_DIR=$(GPU_CACHE) $(PYTHON_GPU) bench/blocks.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache $(GPU_CACHE)

@@ -12,6 +12,7 @@ import simulated as sim
 import torch
 from gpu.cases import EMITS, VECTORS, Case, example, keys_case
 from gpu.rounded import rounded_keys
+from ptx.launch import main_ptx
 from ptx.serve import ServeDriver
 
 import attncc
@@ -44,7 +45,7 @@ class Simulated(sim.Simulated):
         def stand_in(layout: str, page_size: int | None) -> Any:  # for the kernel of plans that are not made here
             return replace(artifact, manifest={**artifact.manifest, "layout": layout, "page_size": page_size})
 
-        self.driver = ServeDriver((artifact.path / "serve.ptx").read_text(), sm_count, seed, seed % 2 == 0)
+        self.driver = ServeDriver(main_ptx(artifact), sm_count, seed, seed % 2 == 0, artifact)
         self.attn = BatchAttention(
             Kernel(artifact, build=stand_in), device="cpu", driver=self.driver, num_qo_heads=x.heads[0],
             num_kv_heads=x.heads[1], max_batch_size=128, max_qo_rows=512,

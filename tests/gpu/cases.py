@@ -236,12 +236,18 @@ def list_cases(head_dim: int = 64) -> list[Case]:
     return [Case(str(LISTS), v.name, head_dim=head_dim) for v in _variants(str(LISTS)) if v.name != "hides_reads"]
 
 
+def topk_of(size: int) -> Case:
+    """The example with other blocks, as bench/blocks.py has it."""
+    return Case((EXAMPLES / "block_topk.attn").read_text().replace("size = 64", f"size = {size}"), "block_topk")
+
+
 def all_cases() -> list[Case]:
     """Each kernel once."""
     found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
     found += [
         *folded_cases(),
         *list_cases(),
+        topk_of(128),
         *emit_cases(),
         *keys_cases(False),
         *keys_cases(True),

@@ -10,7 +10,18 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from cases import Case, emit_cases, example, example_cases, folded, hard, keys_cases, list_cases, vectors
+from cases import (
+    Case,
+    emit_cases,
+    example,
+    example_cases,
+    folded,
+    hard,
+    keys_cases,
+    list_cases,
+    topk_of,
+    vectors,
+)
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ VECTORS = [
     )
 ] + [Served(vectors("queries_normed_and_turned", d), p) for d in (128, 256) for p in (16, 1)]  # fmt: skip
 LISTS = [Served(case, p) for case in list_cases() for p in (16, 1, None)]
+LISTS.append(Served(topk_of(128), 16))
 LISTED_BLOCKS = [Served(case, n, blocks=True) for case in list_cases() for n in (5, 16)]
 EMITS = [Served(case) for case in emit_cases()]
 EMITS += [Served(case, p) for case in emit_cases() for p in (1, None) if case.variant in ("watch", "curves", "tables")]

@@ -10,9 +10,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
 
 from ..listing import LISTING
-from .functors import Env, block_keys, line_of, list_of, load_word
+from .functors import Env, block_keys, line_of, list_of
+from .lists import line_word
 
 THREADS = 256
 
@@ -34,8 +36,14 @@ class Call(NamedTuple):
     requests: Any = None
 
 
+def late_thread():
+    """The thread's number, known no sooner than here: what depends on it is read after the wait."""
+    asm = "mov.u32 $0, %tid.x;"
+    return Int32(llvm.inline_asm(Int32.mlir_type, [], asm, "=r", has_side_effects=True))
+
+
 def plan_word(address, n):
-    return load_word(address + Int64(n) * 4, True)
+    return line_word(address + Int64(n) * 4, True)
 
 
 def row_of(p, call, row, head, params):
@@ -50,8 +58,8 @@ def row_of(p, call, row, head, params):
     # a graph may have captured more rows than the plan has, or fewer: then nothing runs
     planned = plan_word(call.header, 2)
     exists = (row < call.rows) & (row < planned)
-    b = load_word(call.row_request + Int64(row) * 4, exists)
-    start, qo_len, kv_len = (load_word(call.requests + Int64(4 * b + k) * 4, exists) for k in range(3))
+    b = line_word(call.row_request + Int64(row) * 4, exists)
+    start, qo_len, kv_len = (line_word(call.requests + Int64(4 * b + k) * 4, exists) for k in range(3))
     return Env(b, h, g, qo_len, kv_len, *sizes, params, q_start=start), row - start, exists
 
 
@@ -62,9 +70,8 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
     cute.arch.griddepcontrol_wait()
     names = [name for name, _ in LISTING[p.served]]
     call, params = Call(**dict(zip(names, values[: len(names)], strict=True))), values[len(names) :]
-    thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
-    n = block * THREADS + thread
+    n = block * THREADS + late_thread()
     line = n // call.team
     row = line // call.lines
     env, iq, exists = row_of(p, call, row, line - row * call.lines, params)
@@ -76,7 +83,7 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
         for w in cutlass.range(n - line * call.team, words, call.team, unroll=1):
             word = Int32(0)
             for k in cutlass.range(count, unroll=4):
-                bit = load_word(address + Int64(k) * Int64(stride) * 4, True) - 32 * w
+                bit = line_word(address + Int64(k) * Int64(stride) * 4, True) - 32 * w
                 word = word | cutlass.select_(Uint32(bit) < 32, Int32(1) << (bit & 31), Int32(0))
             cute.make_tensor(
                 cute.make_ptr(Int32, target + Int64(w) * 4, cute.AddressSpace.gmem, assumed_align=4),

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
 
-from .functors import block_keys, line_of, load_word, prefix
+from .functors import block_keys, line_of, prefix
 
 
 class Lines(NamedTuple):
@@ -31,6 +32,14 @@ def line_at(p, fn, env, n):
     return line_of(fn, env._replace(h=h, q_start=Int32(0)), row)
 
 
+def line_word(address, ok):
+    """32 bits at an address where ok, else 0: a load that LLVM may share, move and drop.  The kernel before may have
+    written them while this one began, so it is no load of what is constant (.nc)."""
+    asm = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }"
+    arguments = [Int64(address).ir_value(), Int32(ok).ir_value()]
+    return Int32(llvm.inline_asm(Int32.mlir_type, arguments, asm, "=r,l,r", has_side_effects=False))
+
+
 def redux(op: str, word):
     """A word of all lanes together."""
     return cute.arch.inline_ptx(
@@ -49,7 +58,7 @@ def asked(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, start: Int32, stop:
         union, common = Int32(0), Int32(-1)
         for k in cutlass.range((walk.lines.count + 31) // 32, unroll=1):  # a lane a row
             n = walk.lines.first + cutlass.min(32 * k + lane, walk.lines.count - 1)
-            word = load_word(line_at(p, fn, walk.env, n) + Int64(w) * 4, Boolean(True))
+            word = line_word(line_at(p, fn, walk.env, n) + Int64(w) * 4, True)
             union, common = union | word, common & word
         union, common = redux("or", union), redux("and", common)
         low, high = cutlass.max(first - 32 * w, 0), cutlass.min(last - 32 * w, 31)
@@ -115,6 +124,6 @@ def below(p, first, col0, k: int):
 def word_now(address, ok):
     """32 bits at an address where ok, else 0; the load stays where it is written."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.nc.b32 {$w0}, [{$r0}]; }",
+        "{ .reg .pred p; setp.ne.b32 p, {$r1}, 0; mov.b32 {$w0}, 0; @p ld.global.b32 {$w0}, [{$r0}]; }",
         write_only_types=[Int32], read_only_args=[address, Int32(ok)],
     )  # fmt: skip

@@ -5,9 +5,10 @@ Each takes (environment, head's values, what tells rows apart …, the vector's 
 are those of earlier steps, `turned` this feature of what earlier ropes made.  STEPS says what the steps are:
 
   ("sum",)                      f_q_K is what is summed
-  ("rope", dims, style, N)      f_q_K is what turns, f_q_K_position where to; N counts the tables of frequencies, which
-                                turning_N(x), (theta, arguments of the scaling …) in float64, speaks of
-  ("rope", dims, style, None)   f_q_K_pair are cosine and sine, read from memory, where the index is that of a pair
+  ("rope", dims, style, N, S)   f_q_K is what turns, f_q_K_position where to; N counts the tables of frequencies, which
+                                turning_N(x), (theta, arguments of the scaling …) in float64, speaks of; S: by how much
+                                the position grows from one key to the next, None: by no one number
+  ("rope", dims, style, None, None)   f_q_K_pair are cosine and sine, read from memory, of the pair that the index is
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from attncc.ir.nodes import Const, Expr, Leaf, Load, Rope, Type, Variant
 
+from .config import slope
 from .vectors import SLOTS, dims_of, steps_of, turned_argument, turning_of, turnings, used_slots
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class SlotWriter:
     def rope(self, name: str, rope: Rope) -> tuple:
         m = self.m
         self.function(name, self.everywhere, turned_argument(rope, m.head_dims))
-        turning, number = turning_of(rope, m.head_dims), None
+        turning, number, step = turning_of(rope, m.head_dims), None, None
         if turning is None:
             pair = (rope.pos, Leaf(self.feature))
             read = [Load(str(t), pair, Type("f32", self.feature), rope.span) for t in (rope.cos, rope.sin)]
@@ -83,4 +85,5 @@ class SlotWriter:
         else:
             number = turnings(m.variant, m.head_dims).index(turning)
             self.function(f"{name}_position", self.everywhere, rope.pos)
-        return "rope", dims_of(rope, m.head_dims), rope.style, number
+            step = slope(rope.pos) if "j" in self.args else None
+        return "rope", dims_of(rope, m.head_dims), rope.style, number, step

@@ -19,7 +19,7 @@ from .factors import load_factors
 from .forward import weights
 from .functors import Block
 from .gather import place
-from .keys import ROWS, Keys, ready_of, say_ready, transform_rows
+from .keys import ROWS, Keys, eight_further, ready_of, say_ready, transform_rows, transform_sixteen
 from .layout import by_row, panel_width, quad
 from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
@@ -92,7 +92,7 @@ class Queries:
     def __init__(self, p, base):
         self.rows = Sixteen(base, 0, 64, p.tile_qk, True)
         self.held = None
-        if p.tile_qk <= HELD:
+        if p.tile_qk <= HELD and not (p.f_k or p.f_v):  # these need registers themselves
             self.held = [load_matrices(self.rows(k)) for k in range(p.tile_qk // 16)]
 
     def __call__(self, k: int):
@@ -130,7 +130,7 @@ def ahead(p, mine, fn, tile, item, n, c_in, group):
 @cute.jit
 def transform_own(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles: Int32,
-    slot: Int32, tile, first: Int32, left: Int32, group: Int32,
+    slot: Int32, tile, first: Int32, left: Int32, group: Int32, more,
 ):  # fmt: skip
     """f_k or f_v of this warp's keys of a block whose first key stands at `first`, where the variant has it.  `tiles`:
     address of the first slot."""
@@ -138,7 +138,15 @@ def transform_own(
         row, each = tile.rows[0], KEYS // ROWS
         base = tiles + slot * (p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2)
         keys = Keys(row.env, first, first + left)
-        transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
+        if const_expr(len(more) == 0):
+            transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
+        else:
+            if KEYS * (group + 1) <= left:
+                transform_sixteen(p, fn, what, turnings, base, KEYS * group + cute.arch.lane_idx() // 4, keys, more)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+            else:
+                transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
 
 
 @cute.jit
@@ -154,6 +162,7 @@ def attend_few(
     S = by_row(acc_s, KEYS)
     P = cute.make_rmem_tensor((4,), Int32)
     queries = Queries(p, q_base)
+    more_k, more_v = (eight_further(p, fn, x, turnings, cute.arch.lane_idx()) for x in "kv")
     at, n = start, item.end - 1
     following = ahead(p, mine, fn, tile, item, n, c_in, group)
     for _ in cutlass.range(item.end - item.begin, unroll=1):
@@ -165,7 +174,7 @@ def attend_few(
         left = item.offset + item.keys - (block.col0 - c_in)
         here = with_lists(mine, fn, tile, block.col0 + KEYS * group, block.masked)
         if group < p.tile_kv // KEYS:
-            transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group)
+            transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group, more_k)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
             scores_of_sixteen(p, acc_s, queries, keys)
         cute.arch.sync_warp()
@@ -181,7 +190,7 @@ def attend_few(
             if const_expr(p.chunk):
                 if left < p.tile_kv:
                     clear_own_tail(p, values, group, left)
-            transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group)
+            transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group, more_v)
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))

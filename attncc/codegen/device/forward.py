@@ -27,9 +27,10 @@ from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mm
 from .lists import with_lists
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_turnings, fill_turnings
+from .rows import transform_queries
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
-from .vectors import finish_rows, transform_queries
+from .vectors import finish_rows
 
 BAR_TURN = 1  # named barriers 1.. : turns of the consumer warpgroups
 

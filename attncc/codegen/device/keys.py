@@ -19,13 +19,14 @@ from cutlass import Float32, Int32, const_expr
 from cutlass._mlir.dialects import llvm
 
 from .functors import head_of, key_position
-from .gather import place
-from .layout import quad
 from .ring import warp_uniform
-from .softmax import opaque, pack
-from .vectors import Part, evaluate, load_word, plus, runs_of, unpack
+from .rope import cos_sin, further, table_of, turn
+from .rows import Line, transform_row
+from .softmax import opaque
+from .vectors import runs_of
 
 ROWS = 8  # a warp takes at a time
+EVEN_PAIRS = 12  # of a lane, at most, for eight_further
 
 
 class Keys(NamedTuple):
@@ -99,7 +100,7 @@ def transform_rows(
         at = keys.first + row
         seen = True if keys.stop is None else at < keys.stop
         key = Key(env, hd, key_position(p, keys.env, at, keys.stop), seen)
-        transform_row(p, fn, what, turnings, base, p.tile_kv, row, key, t)
+        transform_key(p, fn, what, turnings, base, p.tile_kv, row, key, t)
     cute.arch.fence_view_async_shared()
     cute.arch.sync_warp()
 
@@ -111,6 +112,44 @@ def afresh(env):
     return env._replace(params=tuple(x if isinstance(x, Float32) else x + type(x)(zero) for x in env.params))
 
 
+def eight_further(p, fn, what: str, turnings, t) -> tuple:
+    """Of every rope of f_k or f_v: its step, and (cos, sin) of what eight keys further turn more, pair by pair, of
+    EVEN_PAIRS at most: they stay in registers.  Nothing where there is no rope, where positions don't grow evenly, or
+    where a row goes part by part."""
+    slot, features = f"f_{what}", p.head_dim_qk if what == "k" else p.head_dim_vo
+    if not (p.f_k if what == "k" else p.f_v) or p.layout == "blocks":
+        return ()
+    if runs_of(fn.STEPS[slot], features // 8, what == "k") is not None:
+        return ()
+    found = []
+    for k, (kind, *how) in enumerate(fn.STEPS[slot]):
+        if kind == "rope":
+            dims, style, table, step = how
+            if step is None:
+                return ()
+            begin, made = table_of(p, turnings, table).toint(), []
+
+            def angle(pair, begin=begin, step=step, made=made):
+                made.append(cos_sin(begin + pair * 8, Int32(ROWS * step)))
+                return made[-1]
+
+            turn([Float32(0.0)] * (features // 4), dims, style, angle, t)
+            found.append((k, tuple(made[:EVEN_PAIRS])))
+    return tuple(found)
+
+
+def transform_sixteen(p, fn, what: str, turnings, base, row, keys: Keys, more: tuple) -> None:
+    """Rows `row` and row + 8 of a block at shared address `base`; both exist.  The second row's angles follow from the
+    first one's, by `more` (eight_further): so half of the sines are left."""
+    t, env, known = opaque(cute.arch.lane_idx()), afresh(keys.env), {}
+    hd = head_of(fn, env)
+    for _ in range(2):
+        key = Key(env, hd, keys.first + row, True)
+        transform_key(p, fn, what, turnings, base, p.tile_kv, row, key, t, known)
+        known = {k: further(known[k], x) for k, x in more}
+        row = row + ROWS
+
+
 def say_ready(ready, slot, count, lead) -> None:
     """This warp is done with its part of a slot; it counts for `count`."""
     cute.arch.inline_ptx(
@@ -120,73 +159,9 @@ def say_ready(ready, slot, count, lead) -> None:
     )
 
 
-class Line(NamedTuple):
-    """A row of a tile of `rows` rows and `width` features at shared address `base`."""
-
-    base: Any
-    row: Any
-    rows: int
-    width: int
-
-    def address(self, n, t):
-        """Of this lane's word of the features from 8 n on."""
-        return self.base + place(self.row, n, self.rows, self.width) + (t % 4) * 4
-
-    def load(self, p, blocks, t):
-        return [x for n in blocks for x in unpack(p, load_word(self.address(n, t)))]
-
-
-def transform_row(p, fn, what: str, turnings, base, rows: int, row, key: Key, t) -> None:
+def transform_key(p, fn, what: str, turnings, base, rows: int, row, key: Key, t, known=None) -> None:
     """A row of a tile of `rows` rows at shared address `base`.  Where there is no such key it becomes zeros in V, since
-    its weight is 0 times it; in K nobody looks at its score."""
+    its weight is 0 times it; in K nobody looks at its score.  Beside V's rows there are weights that wait for them."""
     width, used = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
-    slot, at, line = f"f_{what}", (key.env, key.hd, key.j, key.seen), Line(base, row, rows, width)
-    runs = runs_of(fn.STEPS[slot], used // 8, what == "k")  # beside V's rows there are weights that wait for them
-    if runs is None:
-        blocks = list(range(used // 8))
-        store_row(p, what, line, key.seen, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t), t)
-        return
-    sums: tuple = ()
-    for k, (kind, *_) in enumerate(fn.STEPS[slot]):
-        if kind == "sum":
-            sums = (*sums, quad(plus, add_up(p, fn, slot, turnings, at, base, row, rows, width, sums, k, used // 8, t)))
-    for run in runs:
-        transform_run(p, fn, what, turnings, at, base, row, rows, width, run, sums, key.seen, t)
-
-
-@cute.jit
-def add_up(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
-    rows: cutlass.Constexpr, width: cutlass.Constexpr, sums, number: cutlass.Constexpr, blocks: cutlass.Constexpr, t,
-):  # fmt: skip
-    """This lane's share of the sum that is step `number`."""
-    a, b = evaluate(
-        p, fn, slot, turnings, at, Line(base, row, rows, width).load(p, [0], t), t, Part([0], sums, until=number)
-    )
-    total = a + b
-    for n in cutlass.range(1, blocks, unroll=2):
-        here = Line(base, row, rows, width)
-        for x in evaluate(p, fn, slot, turnings, at, here.load(p, [n], t), t, Part([n], sums, until=number)):
-            total = total + x
-    return total
-
-
-@cute.jit
-def transform_run(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
-    rows: cutlass.Constexpr, width: cutlass.Constexpr, run: cutlass.Constexpr, sums, seen, t,
-):  # fmt: skip
-    for n in cutlass.range(run.count, unroll=2):
-        line = Line(base, row, rows, width)
-        blocks = [run.first + n + offset for offset in run.offsets]
-        part = Part(blocks, sums, run.turns)
-        found = evaluate(p, fn, f"f_{what}", turnings, at, line.load(p, blocks, t), t, part)
-        store_row(p, what, line, seen, blocks, found, t)
-
-
-def store_row(p, what: str, line: Line, seen, blocks, found, t) -> None:
-    for k, n in enumerate(blocks):
-        word = pack(p, found[2 * k], found[2 * k + 1])
-        if what == "v" and seen is not True:
-            word = cutlass.select_(seen, word, Int32(0))
-        cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[line.address(n, t), word])
+    line = Line(base, row, rows, width, key.seen if what == "v" else True)
+    transform_row(p, fn, f"f_{what}", turnings, tuple(key), line, used, t, what == "k", known)

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 from ..prepass import PARAMS, THREADS
 from .functors import Env, head_of
 from .gather import place
-from .keys import ROWS, Key, transform_row
+from .keys import ROWS, Key, transform_key
 from .packed import word
 from .rope import allocate_turnings, fill_turnings
 from .softmax import opaque
@@ -119,7 +119,7 @@ def pass_over(
             t = opaque(cute.arch.lane_idx())
             row = run * ROWS + t // 4
             key = key_of(p, fn, x, outer, b, g, cutlass.min(row0 + row, x.rows - 1))
-            transform_row(p, fn, what, turnings, base, TILE, first + row, key, t)
+            transform_key(p, fn, what, turnings, base, TILE, first + row, key, t)
         cute.arch.sync_warp()
         for row, chunk in chunks_of(side):
             words = cute.arch.inline_ptx(

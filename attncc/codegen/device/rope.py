@@ -126,8 +126,17 @@ def frequency(scaling: str, dims: int, values, pair):
 def cos_sin(address, position):
     """Of the angle at a position, whose fraction of a turn a position lies at a shared address."""
     fraction = cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
-    angle = Float32(Int32((Int64(position) * fraction) >> 32)) * (2 * math.pi / 2.0**32)
+    part = Int32((Int64(position) * fraction) >> 32)
+    # 23 bits of it, and half a turn, as the mantissa of a number from 1 to 2: a conversion would take the unit that has
+    # to make sines and cosines
+    bits = Int32(cutlass.Uint32(part ^ -(2**31)) >> 9) | 0x3F800000
+    angle = (Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value())) - 1.5) * (2 * math.pi)
     return cute.math.cos(angle, fastmath=True), cute.math.sin(angle, fastmath=True)
+
+
+def further(first, more):
+    """(cos, sin) of the sums of angles, from those of each, as far as there are both."""
+    return [(a * c - b * d, b * c + a * d) for (a, b), (c, d) in zip(first, more, strict=False)]
 
 
 def shifted(values, distance: int, t):

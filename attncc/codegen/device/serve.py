@@ -57,9 +57,10 @@ from .packed import (
 )  # fmt: skip
 from .ring import is_lead, open_ring, release, release_for, ring_place, rings_of, wait_block, warp_uniform
 from .rope import allocate_turnings, fill_turnings
+from .rows import transform_queries
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
-from .vectors import finish_rows, transform_queries
+from .vectors import finish_rows
 
 NUM_SIZES = 9  # i32 parameters before the variant's own
 BAR_TAIL = 10  # ... 11: one a warpgroup

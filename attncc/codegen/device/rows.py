@@ -1,0 +1,125 @@
+"""The vector slots on rows of a swizzled tile in shared memory, in place and rounded to the element type.
+
+A quad of lanes has a row, and a lane reads and writes words of two of its features (vectors.py), free of bank
+conflicts.  Rows of many features go part by part, since they would not stay in registers.
+
+Whoever transforms rows owes: before, the wait at the barrier which says that the tile has landed; after, by every
+thread that took part, cute.arch.fence_view_async_shared() - these are writes of the generic proxy, which wgmma does not
+see by itself, nor would a later TMA copy into the tile stay behind them - and then a barrier with all that multiply the
+rows.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass._mlir.dialects import llvm
+
+from .gather import place
+from .layout import quad
+from .ring import warp_uniform
+from .softmax import pack
+from .vectors import Part, evaluate, plus, runs_of
+
+BAR_ROWS = 12  # ... 13: rows of a warpgroup have been transformed
+
+
+class Line(NamedTuple):
+    """A row of a tile of `rows` rows and `width` features at shared address `base`.  `kept`: it is, else it becomes
+    zeros."""
+
+    base: Any
+    row: Any
+    rows: int
+    width: int
+    kept: Any = True
+
+    def address(self, n, t):
+        """Of this lane's word of the features from 8 n on."""
+        return self.base + place(self.row, n, self.rows, self.width) + (t % 4) * 4
+
+    def load(self, p, blocks, t):
+        return [x for n in blocks for x in unpack(p, load_word(self.address(n, t)))]
+
+    def store(self, p, blocks, found, t) -> None:
+        for k, n in enumerate(blocks):
+            word = pack(p, found[2 * k], found[2 * k + 1])
+            if self.kept is not True:
+                word = cutlass.select_(self.kept, word, Int32(0))
+            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[self.address(n, t), word])
+
+
+def transform_row(p, fn, slot: str, turnings, at: tuple, line: Line, features: int, t, room=True, known=None) -> None:
+    """A row of `features` features.  `at`, `known`: as of `evaluate`; `room`: there are registers for a row of 128."""
+    runs = runs_of(fn.STEPS[slot], features // 8, room)
+    if runs is None:
+        blocks = list(range(features // 8))
+        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t, known=known), t)
+        return
+    sums: tuple = ()
+    for k, (kind, *_) in enumerate(fn.STEPS[slot]):
+        if kind == "sum":
+            sums = (*sums, quad(plus, add_up(p, fn, slot, turnings, at, *line[:4], sums, k, features // 8, t)))
+    for run in runs:
+        transform_run(p, fn, slot, turnings, at, *line[:4], line.kept, run, sums, t)
+
+
+@cute.jit
+def add_up(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
+    rows: cutlass.Constexpr, width: cutlass.Constexpr, sums, number: cutlass.Constexpr, blocks: cutlass.Constexpr, t,
+):  # fmt: skip
+    """This lane's share of the sum that is step `number`."""
+    a, b = evaluate(
+        p, fn, slot, turnings, at, Line(base, row, rows, width).load(p, [0], t), t, Part([0], sums, until=number)
+    )
+    total = a + b
+    for n in cutlass.range(1, blocks, unroll=2):
+        here = Line(base, row, rows, width)
+        for x in evaluate(p, fn, slot, turnings, at, here.load(p, [n], t), t, Part([n], sums, until=number)):
+            total = total + x
+    return total
+
+
+@cute.jit
+def transform_run(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
+    rows: cutlass.Constexpr, width: cutlass.Constexpr, kept, run: cutlass.Constexpr, sums, t,
+):  # fmt: skip
+    for n in cutlass.range(run.count, unroll=2):
+        line = Line(base, row, rows, width, kept)
+        blocks = [run.first + n + offset for offset in run.offsets]
+        part = Part(blocks, sums, run.turns)
+        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t, part), t)
+
+
+def load_word(address):
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def unpack(p, word):
+    """Two features of a word, as fp32."""
+    if p.dtype == "bf16":
+        return as_f32(word << 16), as_f32(word & -65536)
+    asm = "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, {$r0}; cvt.f32.f16 {$w0}, lo; cvt.f32.f16 {$w1}, hi; }"
+    return cute.arch.inline_ptx(asm, write_only_types=[Float32, Float32], read_only_args=[word])
+
+
+def as_f32(word):
+    return Float32(llvm.bitcast(Float32.mlir_type, Int32(word).ir_value()))
+
+
+@cute.jit
+def transform_queries(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, base: Int32, tile, rows: Int32, t: Int32,
+    w: Int32,
+):  # fmt: skip
+    """f_q on a warpgroup's 64 rows of Q, which have landed at `base`; afterwards they may be multiplied.  Warps that
+    have none of the first `rows` leave theirs as they are."""
+    if warp_uniform(t // 32) * 16 < rows:
+        for i, row in enumerate(tile.rows):
+            line = Line(base, (t // 32) * 16 + (t % 32) // 4 + 8 * i, 64, p.tile_qk)
+            transform_row(p, fn, "f_q", turnings, (row.env, row.hd, row.i, row.iq), line, p.head_dim_qk, t)
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=BAR_ROWS + w, number_of_threads=128)

@@ -82,11 +82,20 @@ FOLDED = [Served(folded(name), p) for name in ("both", "all_three", "weighed", "
 VECTORS = [
     Served(vectors(name), p)
     for name, p in (
-        ("turned_back", 16), ("turned_by_tables", 5), ("queries_turned", 16), ("queries_turned_10", 16),
-        ("queries_yarn", 1), ("queries_by_tables", 5), ("queries_l2_normed", None), ("queries_by_row", 16),
-        ("queries_by_row", 1), ("queries_normed_and_turned", None),
+        ("turned_back", 16),
+        ("turned_by_tables", 5),
+        ("queries_turned", 16),
+        ("queries_turned_10", 16),
+        ("queries_yarn", 1),
+        ("queries_by_tables", 5),
+        ("queries_l2_normed", None),
+        ("queries_by_row", 16),
+        ("queries_by_row", 1),
+        ("queries_normed_and_turned", None),
     )
-] + [Served(vectors("queries_normed_and_turned", d), p) for d in (128, 256) for p in (16, 1)]  # fmt: skip
+]
+VECTORS += [Served(vectors("queries_normed_and_turned", 128), p) for p in (16, 1)]
+VECTORS += [Served(example("qwen3", "qwen3", head_dim=256), p) for p in (16, 1)]
 LISTS = [Served(case, p) for case in list_cases() for p in (16, 1, None)]
 LISTS.append(Served(topk_of(128), 16))
 LISTED_BLOCKS = [Served(case, n, blocks=True) for case in list_cases() for n in (5, 16)]

@@ -126,7 +126,9 @@ class KernelConfig:
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""
-        smaller = [n for n in NARROWER if n < self.tile_kv]
+        # a block of keys across two listed ones would read what nobody listed
+        fits = lambda n: not self.list_block or self.list_block % n == 0 or n % self.list_block == 0  # noqa: E731
+        smaller = [n for n in NARROWER if n < self.tile_kv and fits(n)] or [n for n in NARROWER if n < self.tile_kv]
         return replace(self, tile_kv=smaller[0]).with_bytes_on_their_way() if smaller else None
 
     def with_bytes_on_their_way(self) -> KernelConfig:

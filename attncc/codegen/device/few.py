@@ -143,7 +143,6 @@ def transform_own(
         else:
             if KEYS * (group + 1) <= left:
                 transform_sixteen(p, fn, what, turnings, base, KEYS * group + cute.arch.lane_idx() // 4, keys, more)
-                cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
             else:
                 transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
@@ -177,6 +176,8 @@ def attend_few(
             transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group, more_k)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
             scores_of_sixteen(p, acc_s, queries, keys)
+        if const_expr(p.f_k):
+            cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
         cute.arch.sync_warp()
         if const_expr(p.f_k):  # nobody waits for it here: a phase for each use of the slot
             say_ready(ready_of(p, ready, "k"), ks, 1, lead)
@@ -194,6 +195,8 @@ def attend_few(
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))
+        if const_expr(p.f_v):
+            cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if const_expr(p.f_v):
             say_ready(ready_of(p, ready, "v"), vs, 1, lead)

@@ -88,6 +88,7 @@ class Axis:
     k: int
     x: Expr
     part: str = ""
+    feature: str = ""  # "d" or "e", where the dimension is as long as there are features
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,8 @@ class Emitter:
         tensor = self.tensors[e.tensor]
         index = list(expand(tensor, e.index, self.layout))
         self.columns_by_row |= stage.name in COLUMN_STAGES and any(a.part == "query" for a in index)
-        ok = [self.condition(c, holds, stage) for c, holds in guards.conditions]
+        same = leaves(e) <= ENV_LEAVES | {"d", "e"}  # for all keys, those that do not exist too
+        ok = [self.condition(c, holds, stage) for c, holds in guards.conditions if not (same and c == SEEN)]
         if guards.checked:
             ok += self.inside(tensor, index, stage, guards)
         address = self.address(tensor, index, stage, guards)
@@ -329,7 +331,7 @@ class Emitter:
     def inside(self, tensor: TensorParam, index: list[Axis], stage: Stage, guards: Guards) -> Iterator[str]:
         """The comparisons that keep a read in the tensor."""
         for a in index:
-            if isinstance(a.x, Leaf) and a.x.name in IN_RANGE:
+            if isinstance(a.x, Leaf) and a.x.name in (*IN_RANGE, a.feature):
                 continue
             if a.part == "page":
                 yield self.place(Axis(a.k, a.x, "is_here"), stage, guards)
@@ -428,7 +430,7 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterato
         elif dim in ("iq", "j"):
             parts = [Axis(k, Leaf("b")), Axis(k + 1, x)]
         else:
-            parts = [Axis(k, x)]
+            parts = [Axis(k, x, feature=str(dim) if dim in ("d", "e") else "")]
         yield from parts
         k += len(parts)
 

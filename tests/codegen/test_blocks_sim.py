@@ -11,7 +11,6 @@ import pytest
 import simulated as sim
 import torch
 from gpu.cases import EMITS, VECTORS, Case, example, keys_case
-from gpu.rounded import rounded_keys
 from ptx.launch import main_ptx
 from ptx.serve import ServeDriver
 
@@ -104,8 +103,7 @@ def test_variants(served: Served, block_rows: int, lengths: tuple[int, int], hea
 @pytest.mark.parametrize("variant, size", [("of_requests", 5), ("normed_values", 16), ("turned_keys", 1)])
 def test_transformed_keys(variant: str, size: int) -> None:
     """A key stands where the list says."""
-    with rounded_keys(torch.bfloat16):
-        plan_and_check(batch(Served(keys_case(variant), size, blocks=True), (40, 333), (4, 2)), 7)
+    plan_and_check(batch(Served(keys_case(variant), size, blocks=True), (40, 333), (4, 2)), 7)
 
 
 def test_pieces_are_merged() -> None:

@@ -1,6 +1,6 @@
 """f_k and f_v on the GPU: in the kernels of every layout, by a pre-pass to the same bits, and in graphs.
 
-The reference rounds what they make of k and v, as kernels do.
+The oracle rounds what they make of k and v, as kernels do.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ import serve_cases
 import torch
 from cases import Case, keys_case
 from checks import compile_case, inputs_for, run_and_check
-from rounded import rounded_keys
 from serve_cases import Served, lengths_of
 from serve_checks import Batch, attention, make_batch, reference, same
 from serve_checks import check as check_batch
 from serve_checks import run as run_batch
 from serve_checks import run_and_check as run_and_check_batch
 
-from attncc.random_inputs import FLOATS
 from attncc.runtime import routes
 
 # many query tiles and blocks; more queries than keys; a row
@@ -34,9 +32,8 @@ SHAPES = [(2, 300, 777, 6, 2), (1, 257, 64, 7, 1), (3, 1, 4001, 8, 2), (2, 1024,
 def test_dense(case: Case, shape: tuple[int, ...], seed: int) -> None:
     size = case.shape(*shape)
     x = inputs_for(case, size, seed)
-    with rounded_keys(FLOATS[case.dtype]):
-        fused = run_and_check(case, size, x)
-        before = run_and_check(replace(case, prepass=True), size, x)
+    fused = run_and_check(case, size, x)
+    before = run_and_check(replace(case, prepass=True), size, x)
     assert same(fused, before)
 
 
@@ -46,8 +43,7 @@ def test_dense(case: Case, shape: tuple[int, ...], seed: int) -> None:
 def test_served(served: Served, group: int, kind: str, seed: int) -> None:
     """Tiles of few rows, of up to 64 and of more; pages whose last rows are NaN."""
     lengths = lengths_of(kind, 9000 if kind == "decode" else 3000, np.random.default_rng(seed))
-    with rounded_keys(FLOATS[served.case.dtype]):
-        run_and_check_batch(make_batch(served, lengths, (2 * group, 2), seed))
+    run_and_check_batch(make_batch(served, lengths, (2 * group, 2), seed))
 
 
 def fused(served: Served) -> Served:
@@ -66,8 +62,7 @@ def run_alone(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
 def test_ragged_keys_go_either_way_to_the_same_bits(served: Served, kind: str, seed: int) -> None:
     lengths = lengths_of(kind, 3000, np.random.default_rng(seed))
     batch = make_batch(served, lengths, (8, 2), seed)
-    with rounded_keys(FLOATS[served.case.dtype]):
-        found = run_and_check_batch(batch)
+    found = run_and_check_batch(batch)
     assert same(found, run_alone(replace(batch, served=fused(served))))
 
 
@@ -77,16 +72,14 @@ def test_blocks_of_a_list(served: Served, seed: int) -> None:
     sees, attn = block_checks.blocks_for(batch, 16, seed), block_checks.attention(batch)
     attn.plan_block_sparse(*block_checks.lists(sees), **block_checks.sizes(batch, 16))
     there = block_checks.cells(sees, 16, served.page_size or 1, 70, 900)
-    with rounded_keys(FLOATS[served.case.dtype]):
-        check_batch(batch, run_batch(attn, batch), block_checks.reference(batch, there))
+    check_batch(batch, run_batch(attn, batch), block_checks.reference(batch, there))
 
 
 def test_many_orders_of_warps(seed: int) -> None:
     """Protocols fail now and then: the same bits every time, over batches that mix all kinds of tiles."""
     served = Served(cases.keys_cases(False)[0])
     batch = make_batch(served, [(1, 5000), (12, 3000), (200, 1000)] * 12 + [(1, 77)] * 40, (8, 2), seed)
-    with rounded_keys(FLOATS["bf16"]):
-        want = run_and_check_batch(batch)
+    want = run_and_check_batch(batch)
     attn = attention(batch)
     attn.plan(*batch.table)
     for _ in range(200):
@@ -128,8 +121,7 @@ def test_a_graph_of_ragged_runs_follows_plans(seed: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, lse = attn.run(first.q, first.kv, return_lse=True, **first.params)
-    with rounded_keys(FLOATS["bf16"]):
-        wants = [reference(replace(batch, q=first.q, kv=first.kv)) for batch in batches]
+    wants = [reference(replace(batch, q=first.q, kv=first.kv)) for batch in batches]
     for batch, want in [*zip(batches, wants, strict=True)] * 2:
         attn.plan(*batch.table)
         graph.replay()

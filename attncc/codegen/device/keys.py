@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 
 from .functors import head_of, key_position
@@ -93,9 +93,9 @@ def transform_rows(
     """Rows ROWS begin … ROWS end - 1 of a block at shared address `base`, but none that nobody has copied."""
     if const_expr(keys.stop is not None):
         end = cutlass.min(end, (keys.stop - keys.first + ROWS - 1) // ROWS)
-    hd = head_of(fn, afresh(keys.env))
+    hd = head_of(fn, afresh(keys.env, begin))
     for run in cutlass.range(begin, end, unroll=1):
-        t, env = opaque(cute.arch.lane_idx()), afresh(keys.env)
+        t, env = opaque(cute.arch.lane_idx()), afresh(keys.env, run)
         row = run * ROWS + t // 4
         at = keys.first + row
         seen = True if keys.stop is None else at < keys.stop
@@ -105,10 +105,13 @@ def transform_rows(
     cute.arch.sync_warp()
 
 
-def afresh(env):
-    """The environment, of which nothing that is computed from the variant's parameters is kept in registers through the
-    loops around: neither what a feature reads nor where it lies."""
-    zero = opaque(Int32(0))
+def afresh(env, turn):
+    """The environment, of which nothing that is computed from the variant's parameters is kept in registers from one
+    turn of a loop to the next: neither what a feature reads nor where it lies.
+    (ptxas sees through a mere zero.)"""
+    if not any(isinstance(x, Int64) for x in env.params):  # nothing is read
+        return env
+    zero = turn >> 16
     return env._replace(params=tuple(x if isinstance(x, Float32) else x + type(x)(zero) for x in env.params))
 
 
@@ -141,7 +144,7 @@ def eight_further(p, fn, what: str, turnings, t) -> tuple:
 def transform_sixteen(p, fn, what: str, turnings, base, row, keys: Keys, more: tuple) -> None:
     """Rows `row` and row + 8 of a block at shared address `base`; both exist.  The second row's angles follow from the
     first one's, by `more` (eight_further): so half of the sines are left."""
-    t, env, known = opaque(cute.arch.lane_idx()), afresh(keys.env), {}
+    t, env, known = opaque(cute.arch.lane_idx()), afresh(keys.env, keys.first >> 15), {}
     hd = head_of(fn, env)
     for _ in range(2):
         key = Key(env, hd, keys.first + row, True)

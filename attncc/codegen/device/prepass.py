@@ -115,7 +115,7 @@ def pass_over(
                 read_only_args=[base + place(first + row, chunk, TILE, side.width), *words],
             )
         cute.arch.sync_warp()
-        for run in cutlass.range(SHARE // ROWS, unroll=1):
+        for run in cutlass.range_constexpr(SHARE // ROWS):
             t = opaque(cute.arch.lane_idx())
             row = run * ROWS + t // 4
             key = key_of(p, fn, x, outer, b, g, cutlass.min(row0 + row, x.rows - 1))

@@ -45,17 +45,18 @@ def about_ready(lines: list[str]) -> dict[str, list[int]]:
     """Where a kernel speaks of `ready`: a warp's arrival when its share is written and fenced, the wait on it that
     follows (of K: V's comes later), the arrival of a warp that keeps to keys of its own."""
     found: dict[str, list[int]] = {"arrival": [], "wait": [], "fence": [], "few": []}
+    served = any((x := re.search(ARRIVAL, line)) and x[2] != "1" for line in lines)  # there a warp may count for two
     for n, line in enumerate(lines):
         arrival = re.search(ARRIVAL, line)
         if arrival is None:
             continue
         fences = [k for k in range(n - 6, n) if "fence.proxy.async" in lines[k]]
-        if fences:
+        if arrival[2] == "1" and served:
+            found["few"].append(n)
+        elif fences:
             found["arrival"].append(n)
             found["fence"] += fences
             found["wait"] += [k for k in range(n, n + 9) if "try_wait" in lines[k] and f"[{arrival[1]}]" in lines[k]]
-        elif arrival[2] == "1":
-            found["few"].append(n)
     return found
 
 

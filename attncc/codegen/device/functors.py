@@ -147,7 +147,8 @@ def key_position(p, env, key, stop):
     if p.layout != "blocks":
         return key
     index = Int32(Uint32(key) // Uint32(env.page_size))
-    listed = load_word(env.kv_indices + Int64(env.table + index) * 4, True if stop is None else key < stop)
+    there = True if stop is None else Uint32(key) < Uint32(stop)  # what is read ahead may lie before the first key
+    listed = load_word(env.kv_indices + Int64(env.table + index) * 4, there)
     return (listed - index) * env.page_size + key
 
 

@@ -55,7 +55,7 @@ def rotated(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).bfloat16()
 
 
-fused_rotation = torch.compile(rotated, dynamic=False)
+fused_rotation: Any = torch.compile(rotated, dynamic=False)
 
 
 def times(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
@@ -81,7 +81,7 @@ def prefill(rounds: int, batch: int, length: int) -> list[list[str]]:
     plain, only_q, scales = kernel(PLAIN), kernel(ONLY_Q), kernel(SCALES)
     both, inside = kernel(BOTH), kernel(BOTH, prepass=False)
 
-    def unfused() -> Tensor:
+    def unfused() -> Any:
         turned = Inputs(fused_rotation(q, wq, positions), fused_rotation(k, wk, positions), v, {})
         return benchmark.cudnn(turned, causal=True)()
 
@@ -114,7 +114,7 @@ def decode(rounds: int, batch: int, length: int, page: int = 16) -> list[list[st
     last, every = torch.full((1,), length - 1, device="cuda"), torch.arange(length, device="cuda")
     out = torch.empty_like(q)
 
-    def served(which: Mapping[str, Any], **params: Tensor) -> Call:
+    def served(which: Mapping[str, Any], **params: Any) -> Call:
         attn = attncc.BatchAttention(
             kernel(which, layout="paged", page_size=page), num_qo_heads=HEADS, num_kv_heads=KV_HEADS, page_size=page,
             max_batch_size=batch, max_qo_rows=batch,
@@ -122,7 +122,7 @@ def decode(rounds: int, batch: int, length: int, page: int = 16) -> list[list[st
         attn.plan(*indices)
         return lambda: attn.run(q, cache, out=out, **params)
 
-    def unfused(k_too: bool) -> Tensor:
+    def unfused(k_too: bool) -> Any:
         keys = fused_rotation(k, wk, every) if k_too else k
         turned = Inputs(fused_rotation(q[:, None], wq, last), keys, v, {})
         return benchmark.cudnn(turned, causal=False)()
@@ -139,7 +139,7 @@ def decode(rounds: int, batch: int, length: int, page: int = 16) -> list[list[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", default="prefill,decode")
     options = parser.parse_args()

@@ -24,7 +24,7 @@ from .layout import by_row, panel_width, quad
 from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
-from .ring import release, wait_block
+from .ring import release, ring_place, wait_block
 from .softmax import IDENTITY, chains, rescale
 
 KEYS = 16  # of a block, a warp
@@ -149,6 +149,15 @@ def transform_own(
 
 
 @cute.jit
+def pass_ready(ring: cutlass.Constexpr, ready, at: Int32, lead):
+    """Nobody waits for `ready` here, but each use of a slot is a phase of it.  The one before has passed: a slot is
+    filled again when all warps have come by here."""
+    slot, phase = ring_place(ring.stages, at)
+    cute.arch.mbarrier_wait(ready + slot, phase ^ 1)
+    say_ready(ready, slot, 1, lead)
+
+
+@cute.jit
 def attend_few(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready,
     k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32,
@@ -179,8 +188,8 @@ def attend_few(
         if const_expr(p.f_k):
             cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
         cute.arch.sync_warp()
-        if const_expr(p.f_k):  # nobody waits for it here: a phase for each use of the slot
-            say_ready(ready_of(p, ready, "k"), ks, 1, lead)
+        if const_expr(p.f_k):
+            pass_ready(k_ring, ready_of(p, ready, "k"), at, lead)
         release(k_ring, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
@@ -199,7 +208,7 @@ def attend_few(
             cute.arch.fence_view_async_shared()
         cute.arch.sync_warp()
         if const_expr(p.f_v):
-            say_ready(ready_of(p, ready, "v"), vs, 1, lead)
+            pass_ready(v_ring, ready_of(p, ready, "v"), at, lead)
         release(v_ring, vs, lead)
         at, n = at + 1, n - 1
 

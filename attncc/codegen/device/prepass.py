@@ -151,6 +151,8 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
     if const_expr(p.f_k):
         pass_over(p, fn, "k", turnings, x, outer, base)
     if const_expr(p.f_v):
+        if const_expr(p.f_k):  # rows of another width lie elsewhere: where other warps may still have rows of K
+            cute.arch.sync_threads()
         pass_over(p, fn, "v", turnings, x, outer, base)
 
 

@@ -278,7 +278,7 @@ def test_without_a_gpu() -> None:
 @pytest.mark.slow
 def test_build_several_in_processes(tmp_path: Path, kernel_cache: Path) -> None:
     unbuildable = tmp_path / "emits.attn"
-    unbuildable.write_text("attention emits():\n    mask = j <= i\n    emit peak[h] = max(l)\n")
+    unbuildable.write_text("attention emits():\n    mask = j <= i\n    emit peak[h, j] = max(l)\n")
     out = tmp_path / "out"
     result = attncc("build", GEMMA, str(unbuildable), "-o", str(out), "--head-dim", "64", "-j", "2", code=1)
     header, *rows = result.stdout.splitlines()

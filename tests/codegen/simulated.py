@@ -39,7 +39,8 @@ def check(case: Case, path: Path, x: Inputs, **options: Any) -> tuple[Tensor, Te
     """Run and compare: out and lse, as a whole and row by row."""
     softmax = case.load().scan.kind == "softmax"
     arguments = {**x.params, "return_lse": softmax}
-    out, lse, emits = parts_of(case.load(), call_forward(path, x.q, x.k, x.v, arguments, **options))
+    given = {name: options.pop(name) for name in ("out",) if name in options}
+    out, lse, emits = parts_of(case.load(), call_forward(path, x.q, x.k, x.v, {**arguments, **given}, **options))
     plain: Any = attncc.reference(case.source, **case.options)  # pyright: ignore[reportArgumentType]
     reference = oracle.as_kernels_round(case.load(), plain, FLOATS[case.dtype])
     want_out, want_lse, want_emits = parts_of(case.load(), reference(x.q, x.k, x.v, **arguments))

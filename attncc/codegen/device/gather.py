@@ -12,12 +12,17 @@ from cutlass import Int32, Int64, const_expr
 from .layout import panel_width
 
 
+def turn_of(row, width: int):
+    """What the swizzle of panels of `width` features adds, without carry, to the number of a chunk of a row."""
+    return row & 7 if width == 64 else (row >> 1) & 3
+
+
 def place(row, chunk, rows: int, tile: int):
     """Offset in bytes of 16-byte chunk `chunk` of row `row` in a tile of `rows` rows and `tile` features."""
     width = panel_width(tile)
     each = width // 8  # chunks of a panel's row
     inner = chunk % each
-    swizzled = inner ^ (row & 7) if width == 64 else inner ^ ((row >> 1) & 3)
+    swizzled = inner ^ turn_of(row, width)
     return (chunk // each) * (rows * width * 2) + row * (width * 2) + swizzled * 16
 
 

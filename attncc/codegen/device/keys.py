@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 
 from .functors import head_of, key_position
-from .ring import warp_uniform
+from .ring import own_thread, warp_uniform
 from .rope import cos_sin, further, table_of, turn
 from .rows import Line, transform_row
 from .softmax import opaque
@@ -60,12 +59,6 @@ def open_ready(p, ready) -> None:
 def ready_of(p, ready, what: str):
     """The barriers of K's or V's slots."""
     return ready if what == "k" else ready + p.k_stages * p.f_k
-
-
-def own_thread():
-    """This thread's number in its CTA, read afresh from the hardware: no register keeps it, or what follows from it,
-    through the loop over keys."""
-    return Int32(llvm.inline_asm(Int32.mlir_type, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))
 
 
 @cute.jit

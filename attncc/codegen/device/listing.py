@@ -10,11 +10,11 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass._mlir.dialects import llvm
 
 from ..listing import LISTING
 from .functors import Env, block_keys, line_of, list_of
 from .lists import line_word
+from .ring import own_thread
 
 THREADS = 256
 
@@ -34,12 +34,6 @@ class Call(NamedTuple):
     header: Any = None
     row_request: Any = None
     requests: Any = None
-
-
-def late_thread():
-    """The thread's number, known no sooner than here: what depends on it is read after the wait."""
-    asm = "mov.u32 $0, %tid.x;"
-    return Int32(llvm.inline_asm(Int32.mlir_type, [], asm, "=r", has_side_effects=True))
 
 
 def plan_word(address, n):
@@ -71,7 +65,7 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
     names = [name for name, _ in LISTING[p.served]]
     call, params = Call(**dict(zip(names, values[: len(names)], strict=True))), values[len(names) :]
     block, _, _ = cute.arch.block_idx()
-    n = block * THREADS + late_thread()
+    n = block * THREADS + own_thread()
     line = n // call.team
     row = line // call.lines
     env, iq, exists = row_of(p, call, row, line - row * call.lines, params)

@@ -5,6 +5,7 @@ from math import log2
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from cutlass._mlir.dialects import llvm
 
 
 class Ring:
@@ -91,3 +92,9 @@ def warp_uniform(x):
 def is_lead():
     """True on one fixed lane of the warp."""
     return Boolean(cute.arch.lane_idx() == 0)
+
+
+def own_thread():
+    """This thread's number in its CTA, read afresh from the hardware: no register keeps it, or what follows from it,
+    from before."""
+    return Int32(llvm.inline_asm(Int32.mlir_type, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))

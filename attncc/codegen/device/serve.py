@@ -12,7 +12,6 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -55,7 +54,7 @@ from .packed import (
     open_packed,
     peek,
 )  # fmt: skip
-from .ring import is_lead, open_ring, release, release_for, ring_place, rings_of, wait_block, warp_uniform
+from .ring import is_lead, open_ring, own_thread, release, release_for, ring_place, rings_of, wait_block, warp_uniform
 from .rope import allocate_turnings, fill_turnings
 from .rows import transform_queries
 from .softmax import new_state, rescale, reset, settle
@@ -273,7 +272,7 @@ def side_of(item, start):
 
 def own_place():
     """(thread of its warpgroup, consumer warpgroup), read afresh from the hardware."""
-    t = Int32(llvm.inline_asm(Int32.mlir_type, [], "mov.u32 $0, %tid.x;", "=r", has_side_effects=True))
+    t = own_thread()
     return t % 128, warp_uniform(t // 128) - 1
 
 
@@ -336,12 +335,11 @@ def consume(
             cute.arch.fence_view_async_shared()
         count = item.end - item.begin
         if count > 0:
+            q_base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
             if const_expr(p.f_q):
                 rows = item.rows - cutlass.select_(few, Int32(0), 64 * w * (1 - item.split))
-                base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
-                transform_queries(p, fn, turnings, base, tile, rows, t, w)
+                transform_queries(p, fn, turnings, q_base, tile, rows, t, w)
             if few:
-                q_base = sQ.iterator.toint() + q_slot * (64 * p.tile_qk * 2)
                 attend_few(
                     p, fn, turnings, acc_o, O, state, tile, item, tags, ready, k_ring, v_ring, q_base,
                     sK.iterator.toint(), sV.iterator.toint(), start, lead, warp_uniform(4 * w + t // 32),

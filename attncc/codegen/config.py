@@ -19,7 +19,7 @@ from .vectors import turnings, used_slots
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
-NARROWER = (96, 64, 32)  # keys a block, for functors that spill
+NARROWER = (112, 96, 64, 32)  # keys a block, for functors that spill
 SWIZZLE_ROWS = 8  # a swizzled tile repeats after so many rows: TMA may fill it in multiples of them
 RING_BYTES = 128 << 10
 PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
@@ -119,10 +119,12 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, int]:
         # Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
-        # one by one, and looking pages up, takes the producers more than 24; both take more than 56.
+        # one by one, and looking pages up, or the factors of keys, takes the producers more than 24; both take more than
+        # 56.
+        looks = self.served or bool(self.key_factor or self.weight_factor) and not self.factors_by_row
         return {
             (True, False): (24, 240), (True, True): (40, 232), (False, False): (56, 224), (False, True): (88, 208),
-        }[self.counted, self.served]  # fmt: skip
+        }[self.counted, looks]  # fmt: skip
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""
@@ -252,7 +254,8 @@ def choose(
         dtype=dtype, head_dim_qk=head_dim_qk, head_dim_vo=head_dim_vo,
         tile_kv=tile_kv, warpgroups=2, k_stages=k_stages * finer, v_stages=v_stages * finer, q_stages=q_stages,
         turns=layout == "dense", dynamic=mask,
-        early_item=layout == "dense" and counted and not masks_below and score == "dot" and not variant.emits,
+        early_item=layout == "dense" and counted and not masks_below and score == "dot" and not variant.emits
+        and (by_row or not factors_of(variant, logits)),
         scan=variant.scan.kind, sink=variant.scan.sink is not None,
         mask=mask, counted=counted, row_bounds=row_bounds, masks_below=masks_below,
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,

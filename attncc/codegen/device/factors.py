@@ -1,61 +1,128 @@
 """What a key multiplies by: `k = k * c` is a factor of its dot products, `v = v * c` one of its weights.
 
-A thread needs the factors of 2 columns in 8, its warp those of all.  The eight lanes whose columns are the same share
-them out: each computes those of an eighth, before the block's products, and they go round by shuffles.  That is an
-eighth of the loads (and of the look-ups of pages).  Where the rows of a packed tile may differ in them, each thread
-computes its own.
+Who fills a slot of V computes the factors of that block's keys, too, and puts them into shared memory: a slot of V has
+a slot of factors, which is given back with it, and a barrier of its own, since factors are wanted before V is.  A
+thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes
+such a line of the other factor, if there are two.
+
+Where the rows of a packed tile may differ in their keys' factors, each thread computes its own.
 
 A key that the mask hides may have any factor, NaN too: hidden scores become -inf after the product (softmax.py), and
 hidden weights 0.
 """
 
+from typing import Any, NamedTuple
+
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Boolean, Float32, Int32, const_expr
 
-from .functors import Tile, key_position, position
+from .functors import Tile, head_of, key_position, position
+from .ring import arrive, is_lead
 
-SHARE = 8  # lanes with the same columns: those of equal place in their quads
-SAME_PLACE = 3 << 8 | 31  # a segment mask of shfl.idx: the low two bits of the source lane are this lane's own
+LINE = 16  # columns of a line
 
 
-def load_factors(p, fn, tile: Tile, col0):
-    """Of a block whose first column of this thread is col0: the factors of every eighth column of its own."""
-    if not (p.key_factor or p.weight_factor) or p.factors_by_row:
-        return ()
-    turn = cute.arch.lane_idx() // 4
-    found = ()
-    for at in range(0, p.tile_kv // 4, SHARE):  # of the thread's columns, two in 8
-        col = col0 + 4 * at + 8 * (turn // 2) + turn % 2
-        there = col < tile.stop
-        if at + SHARE > p.tile_kv // 4:
-            there = there & (turn < p.tile_kv // 4 - at)
-        where = key_position(p, tile.rows[0].env, col, tile.stop)
-        found = (*found, factors(p, fn, tile, 0, where, there))
+class Shelf(NamedTuple):
+    """Factors of the keys in V's slots: shared address of the first slot's, and its barrier."""
+
+    base: Any
+    full: Any
+
+
+def used(p) -> int:
+    return bool(p.key_factor) + p.weight_factor
+
+
+def kept(p) -> bool:
+    """Are factors in shared memory?"""
+    return used(p) > 0 and not p.factors_by_row
+
+
+def factor_barriers(p) -> int:
+    return p.v_stages if kept(p) else 0
+
+
+def allocate_shelf(p, smem, full) -> Shelf:
+    words = factor_barriers(p) * used(p) * p.tile_kv
+    return Shelf(smem.allocate_array(Float32, words, byte_alignment=16).toint() if words else Int32(0), full)
+
+
+def open_shelf(p, full, writers: int = 1) -> None:
+    for n in range(factor_barriers(p)):
+        cute.arch.mbarrier_init(full + n, writers)
+
+
+def factors(p, fn, env, where, there) -> tuple:
+    """Of the key at position `where`: those that the variant has; `there`: it exists."""
+    return fn.factors(env, head_of(fn, env), where, there)
+
+
+# ------------------------------------------------------------------------------------- producers
+def compute_factors(p, fn, env, first, stop, who=0, team: int = 1) -> tuple:
+    """A lane's share of the factors of a block whose first key has place `first`; from `stop` on there are none.
+    `team` warps share them, of which this is the `who`-th."""
+    found: tuple = ()
+    if kept(p):
+        for k in range(-(-p.tile_kv // (32 * team))):
+            at = first + own_column(k, who, team)
+            found = (*found, factors(p, fn, env, key_position(p, env, at, stop), at < stop))
     return found
 
 
-def factors(p, fn, tile: Tile, i: int, where, there):
-    """(of the dot product, of the weight) of the key at position `where`, for row i of the thread; 1 where there is
-    none.  `there`: it exists."""
-    row = tile.rows[i]
-    found = iter(fn.factors(row.env, row.hd, where, there))
-    return tuple(next(found) if used else Float32(1.0) for used in (p.key_factor, p.weight_factor))
+def own_column(k: int, who, team: int):
+    return (k * team + who) * 32 + cute.arch.lane_idx()
+
+
+def put_factors(p, shelf: Shelf, slot, found: tuple, who=0, team: int = 1) -> None:
+    """... into a slot, which is free.  Predicates, no branches: see `release`."""
+    if not kept(p):
+        return
+    for k, values in enumerate(found):
+        column = own_column(k, who, team)
+        line, inside = column // LINE, ((column % 8) // 2) * 4 + ((column // 8) % 2) * 2 + column % 2
+        to = shelf.base + slot * (used(p) * p.tile_kv * 4) + (line * (used(p) * LINE) + inside) * 4
+        inside_tile = None if (k + 1) * 32 * team <= p.tile_kv else Boolean(column < p.tile_kv)
+        for n, x in enumerate(values):
+            cute.arch.inline_ptx(
+                f"st.shared.f32 [{{$r0}} + {n * LINE * 4}], {{$r1}};", read_only_args=[to, x],
+                predicate=inside_tile,
+            )  # fmt: skip
+    cute.arch.sync_warp()
+    arrive(shelf.full + slot, is_lead())
+
+
+# ------------------------------------------------------------------------------------- consumers
+@cute.jit
+def wait_factors(p: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, phase: Int32, line: Int32):
+    """Where this thread's factors of a block lie, once they are there; `line`: of the block, its columns' first."""
+    found = Int32(0)
+    if const_expr(kept(p)):
+        cute.arch.mbarrier_wait(shelf.full + slot, phase)
+        found = shelf.base + (slot * p.tile_kv + line * LINE) * (used(p) * 4) + (cute.arch.lane_idx() % 4) * 16
+    return found
 
 
 class Factors:
-    """The factors of a thread's columns in a block."""
+    """The factors of a thread's columns in a block, which lie at `place`."""
 
-    def __init__(self, p, fn, tile: Tile, col0, loaded):
-        self.p, self.fn, self.tile, self.col0, self.loaded = p, fn, tile, col0, loaded
+    def __init__(self, p, fn, tile: Tile, col0, place):
+        self.p, self.fn, self.tile, self.col0, self.place = p, fn, tile, col0, place
         self.known = {}
 
     def of(self, which: int, i: int, off: int):
         """`which`: 0, of the dot product; 1, of the weight; for row i of the thread and column col0 + off."""
-        if self.p.factors_by_row:
-            where, there = position(self.p, self.tile, self.col0, off), self.col0 + off < self.tile.stop
-            return factors(self.p, self.fn, self.tile, i, where, there)[which]
-        if (which, off) not in self.known:
-            number = 2 * (off // 8) + off % 2
-            mine, turn = self.loaded[number // SHARE][which], number % SHARE
-            self.known[which, off] = cute.arch.shuffle_sync(mine, 4 * turn, mask_and_clamp=SAME_PLACE)
-        return self.known[which, off]
+        p = self.p
+        n = which if p.key_factor else 0
+        if p.factors_by_row:
+            where, there = position(p, self.tile, self.col0, off), self.col0 + off < self.tile.stop
+            return factors(p, self.fn, self.tile.rows[i].env, where, there)[n]
+        eight = off // 8
+        if (which, eight) not in self.known:
+            at = ((eight // 2 * used(p) + n) * LINE + eight % 2 * 2) * 4
+            self.known[which, eight] = cute.arch.inline_ptx(
+                f"ld.volatile.shared.v2.f32 {{{{$w0}}, {{$w1}}}}, [{{$r0}} + {at}];",
+                write_only_types=[Float32] * 2,
+                read_only_args=[self.place],
+            )
+        return self.known[which, eight][off % 2]

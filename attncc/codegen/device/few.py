@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from .emits import OPS
 from .epilogue import BAR_STORE
-from .factors import load_factors
+from .factors import wait_factors
 from .forward import weights
 from .functors import Block
 from .gather import place, turn_of
@@ -121,13 +121,6 @@ def add_values(p, acc_o, P, values: Sixteen) -> None:
         multiply(p, acc_o, 8 * k + 4, a, b[2:])
 
 
-def ahead(p, mine, fn, tile, item, n, c_in, group):
-    """The factors of this warp's keys in block n, which is still on its way; nothing where only its tag tells which
-    keys it holds.  (Before the item's first block there may be any: they are read where there are, and not used.)"""
-    col0 = item.offset + n * p.tile_kv + KEYS * group + c_in
-    return load_factors(mine, fn, tile, col0) if p.counted else ()
-
-
 @cute.jit
 def transform_own(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles: Int32,
@@ -170,7 +163,7 @@ def give_back(ring, ready, at, slot, lead) -> None:
 
 @cute.jit
 def attend_few(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready, shelf: cutlass.Constexpr,
     k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32,
     lead, group: Int32,
 ):  # fmt: skip
@@ -183,13 +176,9 @@ def attend_few(
     queries = Queries(p, q_base)
     more_k, more_v = (eight_further(p, fn, x, turnings, cute.arch.lane_idx()) for x in "kv")
     at, n = start, item.end - 1
-    following = ahead(p, mine, fn, tile, item, n, c_in, group)
     for _ in cutlass.range(item.end - item.begin, unroll=1):
-        loaded, following = following, ahead(p, mine, fn, tile, item, n - 1, c_in, group)
         ks = wait_block(k_ring, at)
         block = block_of(p, tags, ks, item, n, c_in)
-        if const_expr(not p.counted):
-            loaded = load_factors(mine, fn, tile, block.col0 + KEYS * group)
         left = item.offset + item.keys - (block.col0 - c_in)
         here = with_lists(mine, fn, tile, block.col0 + KEYS * group, block.masked)
         if group < p.tile_kv // KEYS:
@@ -199,7 +188,9 @@ def attend_few(
         give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
         stale = Boolean(False)
         if group < p.tile_kv // KEYS:
-            stale = weights(mine, fn, S, P, state, here, Block(block.col0 + KEYS * group, block.masked), loaded, False)
+            own = Block(block.col0 + KEYS * group, block.masked)
+            factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, at), group)
+            stale = weights(mine, fn, S, P, state, here, own, factors_at, False)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
             values = v_base + vs * (p.tile_kv * p.tile_vo * 2)

@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
-from .factors import load_factors
+from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
 from .functors import Block, Env, Grid, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
@@ -69,15 +69,15 @@ def issue_values(p, O, rP, rV):
 
 
 @cute.jit
-def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, loaded, first: cutlass.Constexpr):
-    """P from S, and what emits reduce; `loaded`: the factors of the block's keys.  True if O must be rescaled by
+def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, factors_at, first: cutlass.Constexpr):
+    """P from S, and what emits reduce; `factors_at`: where the factors of the block's keys lie.  True if O must be rescaled by
     state.grow."""
     observe(p, fn, S, state, tile, block.col0, block.masked)
     stale = Boolean(False)
     if const_expr(p.scan == "none"):
-        weigh(p, fn, S, P, tile, block.col0, loaded, block.masked)
+        weigh(p, fn, S, P, tile, block.col0, factors_at, block.masked)
     else:
-        stale = soften(p, fn, S, P, state, tile, block.col0, loaded, block.masked, first)
+        stale = soften(p, fn, S, P, state, tile, block.col0, factors_at, block.masked, first)
     return stale
 
 
@@ -148,6 +148,7 @@ def consume(
     turnings: cutlass.Constexpr,
     rings: cutlass.Constexpr,
     ready,
+    shelf: cutlass.Constexpr,
     items,
     tags,
     t: Int32,
@@ -205,14 +206,14 @@ def consume(
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
         block = block_of(p, tags, ks, item, 0, c_in)
-        loaded = load_factors(p, fn, tile, block.col0)
         first_tile = with_lists(p, fn, tile, block.col0, True)
         warpgroup.wait_group(0)
         release(k_ring, ks, lead)
         ks, kph = advance(p.k_stages, ks, kph)
         # a mask always runs on the first block: a branch here would make ptxas call the loop divergent
         first = Block(block.col0, Boolean(True)) if p.mask else block
-        weights(p, fn, S, P, state, first_tile, first, loaded, True)
+        factors_at = wait_factors(p, shelf, vs, vph, Int32(0))
+        weights(p, fn, S, P, state, first_tile, first, factors_at, True)
         if const_expr(p.f_v):
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             transform_block(p, fn, "v", turnings, v_base, ready, vs, item, outer, block, True, lead, c_in)
@@ -220,7 +221,6 @@ def consume(
         for step in cutlass.range(1, item.end - item.begin, unroll=1):
             cute.arch.mbarrier_wait(k_ring.full + ks, kph)
             block = block_of(p, tags, ks, item, step, c_in)
-            loaded = load_factors(p, fn, tile, block.col0)
             here = with_lists(p, fn, tile, block.col0, block.masked)
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             if const_expr(p.f_k):
@@ -236,7 +236,8 @@ def consume(
             ks, kph = advance(p.k_stages, ks, kph)
             # without a mask only the tail of the keys is cut, and that is the first block
             ahead = block if p.mask else Block(block.col0, Boolean(False))
-            stale = weights(p, fn, S, Pn, state, here, ahead, loaded, False)
+            factors_at = wait_factors(p, shelf, *advance(p.v_stages, vs, vph), Int32(0))
+            stale = weights(p, fn, S, Pn, state, here, ahead, factors_at, False)
             warpgroup.wait_group(0)
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)
@@ -311,19 +312,21 @@ def kernel(
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p))
+    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p) + factor_barriers(p))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     turnings = allocate_turnings(p, smem)
+    shelf = allocate_shelf(p, smem, ready + barriers(p))
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups)
         open_ring(v_ring, 4 * p.warpgroups)
         open_ring(item_ring, 4 * p.warpgroups + 2)
         open_ring(q_ring, 4)
         open_ready(p, ready)
+        open_shelf(p, shelf.full)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -331,14 +334,14 @@ def kernel(
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if warp == 0:
-            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, items, tags, env)
+            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, shelf, items, tags, env)
         if warp == 1:
-            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, items, tags, env)
+            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, shelf, items, tags, env)
         if warp == 2:
             deal(p, fn, item_ring, items, tickets, env, grid)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
-        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, ready, items, tags, t % 128, wg - 1, env)
+        consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, ready, shelf, items, tags, t % 128, wg - 1, env)
 
 
 @cute.jit

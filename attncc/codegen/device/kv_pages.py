@@ -13,9 +13,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from .factors import compute_factors, kept, put_factors
 from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
-from .packed import Holes, Load, Owner, env_of, kept_word, lines_of, peek
+from .packed import Holes, Load, Offset, Owner, env_of, kept_word, lines_of, peek
 from .ring import advance, is_lead, release
 from .schedule import Walk, first_chunk, next_block
 
@@ -167,7 +168,7 @@ def want(wanted: cute.Pointer, lead):
 @cute.jit
 def stream_boxes(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, atom, sB, ring: cutlass.Constexpr,
-    item_ring: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    item_ring: cutlass.Constexpr, shelf: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One warp streams K, another V, block by block from the last to the first."""
     cpasync.prefetch_descriptor(atom)
@@ -175,7 +176,7 @@ def stream_boxes(
     slot, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
     live = True
     while live:
-        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
@@ -188,7 +189,12 @@ def stream_boxes(
                 if const_expr(what == "k"):
                     if k == cutlass.max(count - LEAD, 0):
                         want(wanted, lead)
+                found: tuple = ()
+                if const_expr(what == "v"):
+                    found = factors_of(p, fn, env, now)
                 fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
+                if const_expr(what == "v"):
+                    put_factors(p, shelf, slot, found, Int32(0), 1)
                 slot, phase = advance(ring.stages, slot, phase)
         elif const_expr(what == "k"):
             want(wanted, lead)
@@ -197,7 +203,7 @@ def stream_boxes(
 @cute.jit
 def stream_rows(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, who: Int32, k: Cache, v: Cache, q, sQ, sK, sV,
-    rings: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    rings: cutlass.Constexpr, shelf: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One of the warps that gather Q, K and V together.  A block of K is copied before the block of V that comes before
     it: so the consumers free the slots."""
@@ -207,7 +213,7 @@ def stream_rows(
     ks, kph, vs, vph, qs, qph, it, it_phase = (Int32(x) for x in (0, 1, 0, 1, 0, 1, 0, 0))
     live = True
     while live:
-        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         places = look_up_rows(p, item, n, who, lists, sizes)
@@ -233,7 +239,9 @@ def stream_rows(
             n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
+            found = factors_of(p, fn, env, now, who, TEAM)
             fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
+            put_factors(p, shelf, vs, found, who, TEAM)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)
@@ -252,16 +260,30 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
     )  # fmt: skip
 
 
+def key_env(p, items, it, item, lists, sizes):
+    """What factors of keys are computed from: nothing of a request, nor of a query head."""
+    nobody = Owner(Int32(0), Int32(0), Int32(0), Int32(0))
+    offset = peek(Offset, items, it).offset if kept(p) else Int32(0)
+    return env_of(nobody, Int32(0), item.g, offset, item.keys, item.table, lists, sizes)
+
+
+def factors_of(p, fn, env, n, who=0, team: int = 1) -> tuple:
+    """Of block n's keys; asked for while their slot is not free yet."""
+    return compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop, who, team)
+
+
 def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
-    """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins."""
+    """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins; how
+    its keys see the call."""
     cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
     cute.arch.griddepcontrol_wait()  # the schedule warp has waited already; this makes it true of this warp's copies
     item = peek(Load, items, it)
     live, count = item.live != 0, item.end - item.begin
     walk = walk_of_item(p, items, it, item, lists, sizes)
     first = first_block(p, fn, walk, item)
+    env = key_env(p, items, it, item, lists, sizes)
     release(item_ring, it, lead)
-    return item, live, count, walk, first
+    return item, live, count, walk, first, env
 
 
 @cute.jit

@@ -5,10 +5,16 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from .factors import compute_factors, put_factors
 from .functors import Env
 from .layout import coords
 from .ring import advance, fill, fill_tagged, is_lead
 from .schedule import first_chunk, next_block, take, walk_of
+
+
+def factors_of(p, fn, what: str, env, n) -> tuple:
+    """Of block n's keys, by whoever fills V's slots; asked for while these are not free yet."""
+    return compute_factors(p, fn, env, n * p.tile_kv, env.kv_len) if what == "v" else ()
 
 
 @cute.jit
@@ -23,6 +29,7 @@ def stream(
     q_ring: cutlass.Constexpr,
     ring: cutlass.Constexpr,
     item_ring: cutlass.Constexpr,
+    shelf: cutlass.Constexpr,
     items,
     tags,
     env,
@@ -40,6 +47,7 @@ def stream(
         it, it_phase = advance(item_ring.stages, it, it_phase)
         m, h, b, begin, end = item.m, item.h, item.b, item.begin, item.end
         g = h // env.group_size
+        here = Env(b, h, g, *env[3:])
         if const_expr(what == "k"):
             gQ = cute.local_tile(coords(p.tile_qk)[None, None, h, b], (64, p.tile_qk), (None, 0))
             sQp, gQp = cpasync.tma_partition(atom_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))
@@ -61,17 +69,23 @@ def stream(
         nbytes = p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2
         if const_expr(p.counted):
             for j in cutlass.range(end - begin, unroll=1):
-                fill(ring, slot, phase, nbytes, atom, gBp[None, end - 1 - j], sBp[None, slot])
+                n = end - 1 - j
+                found = factors_of(p, fn, what, here, n)
+                fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
+                if const_expr(what == "v"):
+                    put_factors(p, shelf, slot, found, Int32(0), 1)
                 slot, phase = advance(ring.stages, slot, phase)
         else:
-            walk = walk_of(p, fn, Env(b, h, g, *env[3:]), m)
+            walk = walk_of(p, fn, here, m)
             chunk, seen, clear = first_chunk(p, walk), Int32(0), Int32(0)
             for _j in cutlass.range(end, unroll=1):
                 n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
                 if const_expr(what == "k"):
                     fill_tagged(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot], tags, 2 * n + masked)
                 else:
+                    found = factors_of(p, fn, what, here, n)
                     fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
+                    put_factors(p, shelf, slot, found, Int32(0), 1)
                 slot, phase = advance(ring.stages, slot, phase)
         item = take(item_ring, items, it, it_phase, lead)
         live = item.live

@@ -102,6 +102,12 @@ class Load(NamedTuple):
     split: Any
 
 
+class Offset(NamedTuple):
+    """... and where keys have factors."""
+
+    offset: Any
+
+
 class Holes(NamedTuple):
     """... and where the mask has holes."""
 

@@ -49,11 +49,16 @@ def advance(stages: int, slot, phase):
     return cutlass.select_(wrap, Int32(0), slot + 1), cutlass.select_(wrap, phase ^ 1, phase)
 
 
-def release(ring: Ring, slot, lead) -> None:
+def arrive(barrier, lead) -> None:
     """One arrival a warp.  A predicate, not a branch: a branch here can make ptxas treat the whole loop as
     divergent, and then every wgmma descriptor goes through vector registers."""
-    bar = ring.empty + slot
-    cute.arch.inline_ptx("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[bar.toint()], predicate=lead)
+    cute.arch.inline_ptx(
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier.toint()], predicate=lead
+    )
+
+
+def release(ring: Ring, slot, lead) -> None:
+    arrive(ring.empty + slot, lead)
 
 
 def release_for(ring: Ring, slot, lead, count) -> None:

@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from .emits import finished, store_emits
 from .epilogue import normalise, store_packed_lse, store_rows, totals
-from .factors import load_factors
+from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
 from .few import attend_few, meet
 from .forward import issue_scores, issue_values, weights
 from .functors import Block
@@ -112,8 +112,8 @@ def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, ring:
 @cute.jit
 def attend(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, frags: cutlass.Constexpr, state, tile,
-    item, tags, ready, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32, at: Int32, number: Int32,
-    lead, zero: Int32, t: Int32, w: Int32,
+    item, tags, ready, shelf: cutlass.Constexpr, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_slot: Int32,
+    at: Int32, number: Int32, lead, zero: Int32, t: Int32, w: Int32,
 ):  # fmt: skip
     """This warpgroup's blocks of an item: every one or every other one from the `number`-th, the CTA's `at`-th."""
     acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, k_base, v_base = frags
@@ -131,11 +131,11 @@ def attend(
     landed(p)
     issue_scores(p, acc_s, rQ[None, None, None, q_slot], rK[None, None, None, ks])
     block = block_of(p, tags, ks, item, n, c_in)
-    loaded = load_factors(p, fn, tile, block.col0)
     first_tile = with_lists(p, fn, tile, block.col0, True)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
-    weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, loaded, True)
+    factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, at), Int32(0))
+    weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, factors_at, True)
     if const_expr(p.chunk):
         left = item.offset + item.keys - (block.col0 - c_in)
         if left < p.tile_kv:
@@ -151,7 +151,6 @@ def attend(
         n = n - stride
         ks = wait_block(k_ring, nxt)
         block = block_of(p, tags, ks, item, n, c_in)
-        loaded = load_factors(p, fn, tile, block.col0)
         here = with_lists(p, fn, tile, block.col0, block.masked)
         vs = wait_block(v_ring, at)
         if const_expr(p.f_k):
@@ -165,7 +164,8 @@ def attend(
         release_for(k_ring, ks, lead, stride)
         # without a mask only the tail of the keys is cut, and that is the first block
         ahead = block if p.mask else Block(block.col0, Boolean(False))
-        stale = weights(p, fn, S, Pn, state, here, ahead, loaded, False)
+        factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, nxt), Int32(0))
+        stale = weights(p, fn, S, Pn, state, here, ahead, factors_at, False)
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:
@@ -286,7 +286,7 @@ def next_item(ring, items, turn):
 @cute.jit
 def consume(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags,
-    rings: cutlass.Constexpr, ready, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
+    rings: cutlass.Constexpr, ready, shelf: cutlass.Constexpr, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, item_ring = rings
     lead = is_lead()
@@ -341,14 +341,14 @@ def consume(
                 transform_queries(p, fn, turnings, q_base, tile, rows, t, w)
             if few:
                 attend_few(
-                    p, fn, turnings, acc_o, O, state, tile, item, tags, ready, k_ring, v_ring, q_base,
+                    p, fn, turnings, acc_o, O, state, tile, item, tags, ready, shelf, k_ring, v_ring, q_base,
                     sK.iterator.toint(), sV.iterator.toint(), start, lead, warp_uniform(4 * w + t // 32),
                 )  # fmt: skip
             else:
                 number = item.split * w
                 attend(
-                    p, fn, turnings, frags, state, tile, item, tags, ready, k_ring, v_ring, q_slot, start + number,
-                    number, lead, zero, t, w,
+                    p, fn, turnings, frags, state, tile, item, tags, ready, shelf, k_ring, v_ring, q_slot,
+                    start + number, number, lead, zero, t, w,
                 )  # fmt: skip
         release(q_ring, q_slot, lead)
         # read and opened again: these are not kept in registers through the loop
@@ -392,7 +392,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p))
+    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p) + factor_barriers(p))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2)
@@ -402,6 +402,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, SUMS)
     turnings = allocate_turnings(p, smem)
+    shelf = allocate_shelf(p, smem, ready + barriers(p))
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups, writers(p))
         open_ring(v_ring, 4 * p.warpgroups, writers(p))
@@ -409,6 +410,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
         cute.arch.mbarrier_init(wanted, 1)
         open_ready(p, ready)
+        open_shelf(p, shelf.full, 1 if p.chunk else TEAM)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -419,21 +421,21 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if const_expr(p.chunk):
             if warp == 0:
-                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, shelf, items, tags, wanted, lists, sizes)
             if warp == 1:
-                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, shelf, items, tags, wanted, lists, sizes)
             if warp == 2:
                 stream_queries(p, q, sQ, q_ring, item_ring, items, sizes)
         else:
             if warp < TEAM:
-                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, items, tags, wanted, lists, sizes)
+                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, shelf, items, tags, wanted, lists, sizes)
         if warp == 3:
             deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(
-            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, ready, items, tags, lists, sizes, out, lse, t % 128,
-            wg - 1,
+            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, ready, shelf, items, tags, lists, sizes, out, lse,
+            t % 128, wg - 1,
         )  # fmt: skip
 
 

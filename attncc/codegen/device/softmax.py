@@ -89,13 +89,21 @@ def hidden_already(p) -> bool:
     return bool(p.emits) and p.scan == "softmax" and p.score != "any" and not p.key_factor
 
 
-def multiply(p, fn, S, tile, col0, loaded):
-    """Dot products by the factors of their keys."""
-    by = Factors(p, fn, tile, col0, loaded)
+def late(p) -> bool:
+    """Is a cut block never good enough for the first pass?  Where the mask comes after the functor, or the factors are
+    in its scores already."""
+    return p.score == "any" or p.key_factor == "unit"
+
+
+def multiply(p, fn, S, tile, col0, factors_at, done=False):
+    """Dot products by the factors of their keys; unless that is `done`.  (No branch: beside the one that hides scores it
+    would make ptxas call the loop divergent.)"""
+    by = Factors(p, fn, tile, col0, factors_at)
     for n in range(p.tile_kv // 8):
         for c in range(2):
             for i in range(2):
-                S[i, c, n] = S[i, c, n] * by.of(0, i, 8 * n + c)
+                factor = by.of(0, i, 8 * n + c)
+                S[i, c, n] = S[i, c, n] * (factor if done is False else cutlass.select_(done, Float32(1.0), factor))
 
 
 def hide(p, fn, S, tile, col0):
@@ -145,12 +153,12 @@ def drop_hidden(p, S, P):
 
 
 @cute.jit
-def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, loaded, spoilt):
+def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, factors_at, spoilt):
     """The block with the base it finds; True if that was not good enough."""
     part = cute.make_rmem_tensor((4,), Float32)
     unit = [row.unit for row in tile.rows]
     base = [state.top[i] * (unit[i] if p.unit_positive else Float32(1.0)) for i in range(2)]
-    by = Factors(p, fn, tile, col0, loaded)
+    by = Factors(p, fn, tile, col0, factors_at)
     if const_expr(p.key_factor == "unit"):
         exponentials(p, S, P, part, by, lambda s, i, c, n: s * by.of(0, i, 8 * n + c) - base[i])
     elif const_expr(p.score == "dot"):
@@ -165,7 +173,10 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
         score = lambda s, i, c, n: score_of(p, fn, tile, i, cls[i][n, c], s, col0, 8 * n + c, may_read)  # noqa: E731
         exponentials(p, S, P, part, by, lambda s, i, c, n: score(s, i, c, n) * unit[i] - base[i])
     s0, s1 = part[0] + part[1], part[2] + part[3]
-    stale = cute.arch.vote_any_sync((cute.arch.fmax(s0, s1) > GUARD) | spoilt)
+    worst = cute.arch.fmax(s0, s1)
+    if const_expr(late(p)):  # a sum, not `or`: that can make ptxas call the loop divergent
+        worst = worst + cutlass.select_(spoilt, Float32.inf, Float32(0.0))
+    stale = cute.arch.vote_any_sync(~(worst <= GUARD))  # NaN is no good either: a hidden key's factor may be anything
     if not stale:
         state.total[0] = state.total[0] + s0
         state.total[1] = state.total[1] + s1
@@ -173,10 +184,10 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
 
 
 @cute.jit
-def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, loaded, masked):
+def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, factors_at, masked):
     """S becomes what the maximum is taken of: scores where the unit is positive, base-2 logits else."""
     if const_expr(p.key_factor == "unit"):
-        multiply(p, fn, S, tile, col0, loaded)
+        multiply(p, fn, S, tile, col0, factors_at, masked)
     elif const_expr(p.score != "dot" or not p.unit_positive):
         here = opaque(col0)
         units = [Float32(1.0) if p.unit_positive else row.unit for row in tile.rows]
@@ -191,7 +202,7 @@ def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, l
 
 @cute.jit
 def soften(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, loaded, masked,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, factors_at, masked,
     first: cutlass.Constexpr,
 ):  # fmt: skip
     """P and the running sums from one block of scores.  True if a row's base moved: then O must be multiplied by
@@ -199,21 +210,18 @@ def soften(
     part = cute.make_rmem_tensor((4,), Float32)
     stale = Boolean(True)
     if const_expr(p.key_factor == "dot"):
-        multiply(p, fn, S, tile, col0, loaded)
+        multiply(p, fn, S, tile, col0, factors_at)
     if const_expr(p.score != "any" and not hidden_already(p)):
         if masked:
             if const_expr(p.key_factor == "unit"):
-                multiply(p, fn, S, tile, col0, loaded)
+                multiply(p, fn, S, tile, col0, factors_at)
             hide(p, fn, S, tile, col0)
-    if const_expr(p.key_factor == "unit"):  # now in the scores of this block
-        loaded = tuple((cutlass.select_(masked, Float32(1.0), x), y) for x, y in loaded)
     if const_expr(not first):
-        # where the mask comes after the functor a cut block is never good enough here (a branch around this pass
-        # instead would cost the loop its uniform registers)
-        spoilt = Boolean(masked) if const_expr(p.score == "any") else Boolean(False)
-        stale = optimistic(p, fn, S, P, state, tile, col0, loaded, spoilt)
+        # a branch around this pass instead would cost the loop its uniform registers
+        spoilt = Boolean(masked) if const_expr(late(p)) else Boolean(False)
+        stale = optimistic(p, fn, S, P, state, tile, col0, factors_at, spoilt)
     if stale:
-        rescore(p, fn, S, tile, col0, loaded, masked)
+        rescore(p, fn, S, tile, col0, factors_at, masked)
         scale = [row.unit if p.unit_positive else Float32(1.0) for row in tile.rows]
         for i in cutlass.range_constexpr(2):
             peak = quad(cute.arch.fmax, chains(cute.arch.fmax, [S[e] for e in row_elems(i, p.tile_kv)], 4))
@@ -222,7 +230,7 @@ def soften(
             state.top[i] = new
         # subtracted first, so that the greatest weighs exactly 1; a second loop with one FMA a score for bases that
         # are not large was slower in all (plain 3 %, ALiBi 2 %)
-        by = Factors(p, fn, tile, col0, loaded)
+        by = Factors(p, fn, tile, col0, factors_at)
         exponentials(p, S, P, part, by, lambda s, i, c, n: (s - state.top[i]) * scale[i])
         for i in cutlass.range_constexpr(2):
             state.total[i] = state.total[i] * state.grow[i] + (part[2 * i] + part[2 * i + 1])
@@ -233,19 +241,19 @@ def soften(
 
 
 @cute.jit
-def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, loaded, masked):
+def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, factors_at, masked):
     """scan = none: the weights are the logits themselves."""
     if const_expr(p.key_factor):
-        multiply(p, fn, S, tile, col0, loaded)
+        multiply(p, fn, S, tile, col0, factors_at)
     if masked:
-        put_weights(p, fn, S, P, tile, col0, loaded, True)
+        put_weights(p, fn, S, P, tile, col0, factors_at, True)
     else:
-        put_weights(p, fn, S, P, tile, opaque(col0), loaded, False)
+        put_weights(p, fn, S, P, tile, opaque(col0), factors_at, False)
 
 
-def put_weights(p, fn, S, P, tile, col0, loaded, masked: bool):
+def put_weights(p, fn, S, P, tile, col0, factors_at, masked: bool):
     cls = columns(p, fn, tile, col0)
-    by = Factors(p, fn, tile, col0, loaded)
+    by = Factors(p, fn, tile, col0, factors_at)
     for n in range(p.tile_kv // 8):
         for i in range(2):
             w = []

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from .config import DSL_VERSION, KernelConfig, panel
+from .config import DSL_VERSION, SHARED_BYTES, KernelConfig, panel
 from .cubin import count_instructions, ptx_parameters, read_cubin
 from .emit import Emitted
 
@@ -45,7 +45,6 @@ SERVE_SIZES = (
     "rows", "q_row_stride", "q_head_stride", "out_row_stride", "out_head_stride", "num_qo_heads", "num_kv_heads",
     "group_size", "page_size",
 )  # fmt: skip
-SHARED_BYTES = 227 << 10  # that a CTA may have
 SAMPLE = {"i32": lambda: Int32(1), "f32": lambda: Float32(1.0), "ptr": lambda: Int64(0)}
 
 

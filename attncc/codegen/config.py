@@ -15,13 +15,15 @@ from attncc.ir.rewrite import simplify_expr
 
 from .emit_outputs import distinct
 from .listing import lists_of, mask_ranges, with_domain
-from .vectors import turnings, used_slots
+from .vectors import feature_values, turnings, used_slots
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
 NARROWER = (112, 96, 64, 32)  # keys a block, for functors that spill
 SWIZZLE_ROWS = 8  # a swizzled tile repeats after so many rows: TMA may fill it in multiples of them
 RING_BYTES = 128 << 10
+SHARED_BYTES = 227 << 10  # that a CTA may have
+OTHER_SHARED = 1 << 10  # barriers, work items and alignment; as much again where batches are served, for sums of rows
 PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
 BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
 ROW_LEAVES = frozenset(("i", "iq"))
@@ -57,6 +59,7 @@ class KernelConfig:
     f_q: bool
     epilogue: bool
     turnings: tuple[tuple[str, int], ...]  # scaling and turned features of each table of frequencies (vectors.py)
+    features: tuple[int, ...]  # entries of each table of what f_k or f_v knows of a feature alone (vectors.py)
     key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
     weight_factor: bool  # a key has a factor of its weight
     factors_by_row: bool  # ... and these differ between the rows of a packed tile
@@ -141,6 +144,19 @@ class KernelConfig:
         block = self.tile_kv * (self.tile_qk + self.tile_vo) * 2
         stages = max(2, 1 << (RING_BYTES // block).bit_length() - 1)
         return replace(self, k_stages=stages, v_stages=stages)
+
+    def with_room_for_tables(self) -> KernelConfig:
+        """The tables of features that fit, besides what cannot do without shared memory."""
+        queries, keys = self.tile_qk * self.q_stages * self.tile_q, self.tile_qk * self.k_stages * self.tile_kv
+        values, out = self.tile_vo * self.v_stages * self.tile_kv, self.stage_vo * self.tile_q
+        taken = 2 * (queries + keys + values + out) + OTHER_SHARED * (1 + self.served)
+        taken += sum(4 * dims for _, dims in self.turnings)
+        fit, spare = (), SHARED_BYTES - taken
+        for entries in self.features:
+            if 4 * (sum(fit) + entries) > spare:
+                break
+            fit = (*fit, entries)
+        return replace(self, features=fit)
 
     def to_json(self) -> dict:
         return {**asdict(self), "tile_q": self.tile_q, "tile_qk": self.tile_qk, "tile_vo": self.tile_vo}
@@ -262,13 +278,14 @@ def choose(
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
         turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
+        features=tuple({"d": head_dim_qk, "e": head_dim_vo}[space] for space, _ in feature_values(variant)),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         emits=tuple(reduce for reduce, _ in distinct(variant)),
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
         lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block,
     )  # fmt: skip
-    return config.with_bytes_on_their_way()
+    return config.with_bytes_on_their_way().with_room_for_tables()
 
 
 def starts_at_zero(ranges: TileRanges) -> bool:

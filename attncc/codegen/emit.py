@@ -43,6 +43,7 @@ from .emit_outputs import emit_outputs
 from .emit_vectors import emit_vectors
 from .listing import BITMAP, block_keys, line_index, whole_mask, with_domain, with_lines
 from .prelude import IMPORTS, helpers_for
+from .vectors import feature_values
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
 ENV_LEAVES = frozenset(("b", "h", "g", "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size"))
@@ -141,6 +142,7 @@ class Emitter:
     def __init__(self, variant: Variant, config: KernelConfig):
         self.variant = variant
         self.head_dims = {"d": config.head_dim_qk, "e": config.head_dim_vo}
+        self.features = feature_values(variant)[: len(config.features)]
         self.layout = config.layout
         self.columns_by_row = False
         self.tensors = {t.name: t for t in variant.tensors}

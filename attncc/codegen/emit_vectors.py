@@ -1,8 +1,9 @@
 """Functions of the vector slots: for slot f_q, say, `f_q_0`, `f_q_1`, … are its steps (vectors.py) and `f_q` one
 feature of the result.
 
-Each takes (environment, head's values, what tells rows apart …, the vector's feature, its index, sums, turned): `sums`
-are those of earlier steps, `turned` this feature of what earlier ropes made.  STEPS says what the steps are:
+Each takes (environment, head's values, what tells rows apart …, the vector's feature, its index, sums, turned, fixed):
+`sums` are those of earlier steps, `turned` this feature of what earlier ropes made, `fixed` its entries in the tables
+that feature_N(x, d) fills.  STEPS says what the steps are:
 
   ("sum",)                      f_q_K is what is summed
   ("rope", dims, style, N, S)   f_q_K is what turns, f_q_K_position where to; N counts the tables of frequencies, which
@@ -32,6 +33,9 @@ def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards) -> None:
         stage = m.cell("turning", (), ())
         values = [wide(m, e, stage) for e in (turning.theta, *turning.arguments)]
         m.function(f"turning_{n}(x)", stage, "".join(f"{v}, " for v in values).strip())
+    for n, (space, e) in enumerate(m.features):
+        stage = m.cell("feature", (space,), ())
+        m.function(f"feature_{n}(x, {space})", stage, m.value(e, stage, everywhere))
     if steps:
         m.constants.append("STEPS = {\n" + "".join(f"    {k!r}: {v!r},\n" for k, v in steps.items()) + "}\n")
 
@@ -55,7 +59,8 @@ class SlotWriter:
         own = Guards()
         if SEEN in self.args:  # a row of keys may be one that does not exist
             self.everywhere, own = self.everywhere.plus(SEEN, True), own.plus(SEEN, True)
-        m.known = {}
+        tabulated = {e: f"fixed[{n}]" for n, (space, e) in enumerate(m.features) if space == self.feature}
+        m.known = dict(tabulated)
         for k, step in enumerate(steps_of(result)):
             name, kind = f"{self.slot}_{k}", "rope" if isinstance(step, Rope) else "sum"
             if isinstance(step, Rope):
@@ -72,7 +77,7 @@ class SlotWriter:
     def function(self, name: str, guards: Guards, *values: Expr) -> None:
         stage = self.m.cell(name, self.args, (self.m.head,))
         written = ", ".join(self.m.value(e, stage, guards) for e in values)
-        self.m.function(f"{name}(x, hd, {', '.join(self.args)}, sums, turned)", stage, written)
+        self.m.function(f"{name}(x, hd, {', '.join(self.args)}, sums, turned, fixed)", stage, written)
 
     def rope(self, name: str, rope: Rope) -> tuple:
         m = self.m

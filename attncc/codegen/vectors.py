@@ -6,7 +6,7 @@ A *step* is a sum over the features or a rope: each needs all features of its ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from attncc.ir.fold_vectors import weight_of
@@ -20,8 +20,10 @@ from attncc.ir.nodes import (
     Leaf,
     Load,
     Op,
+    Param,
     Rope,
     Variant,
+    children,
     leaves,
     make,
     walk,
@@ -76,6 +78,36 @@ def turnings(variant: Variant, head_dims: dict[str, int]) -> list[Turning]:
     """Each once, in the order of the slots."""
     found = (turning_of(x, head_dims) for x in ropes(variant))
     return list(dict.fromkeys(t for t in found if t is not None))
+
+
+def feature_values(variant: Variant) -> list[tuple[str, Expr]]:
+    """(space, value) of what f_k and f_v read that depends on the feature alone: the largest such parts, each once."""
+    found: list[tuple[str, Expr]] = []
+    for slot in used_slots(variant):
+        if slot in ("f_k", "f_v"):
+            space = SLOTS[slot][1]
+            found += ((space, e) for e in largest(getattr(variant, slot), lambda e, s=space: of_feature(e, s)))
+    return list(dict.fromkeys(found))
+
+
+def of_feature(e: Expr, space: str) -> bool:
+    parts = list(walk(e))
+    plain = all(isinstance(x, (Const, Param, Leaf, Load)) or (isinstance(x, Op) and x.op != "sum") for x in parts)
+    reads = any(isinstance(x, Load) for x in parts)
+    return plain and reads and e.type.elem == "f32" and space in leaves(e) and leaves(e) <= COMMON | {space}
+
+
+def largest(e: Expr, wanted: Callable[[Expr], bool]) -> Iterator[Expr]:
+    """The parts of `e` that are wanted, but not those that are only found inside another."""
+    todo, seen = [e], set()
+    while todo:
+        x = todo.pop()
+        if id(x) not in seen:
+            seen.add(id(x))
+            if wanted(x):
+                yield x
+            else:
+                todo += reversed(children(x))
 
 
 def turned_argument(rope: Rope, head_dims: dict[str, int]) -> Expr:

@@ -20,13 +20,14 @@ from cutlass.memory import SmemAllocator
 from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
+from .features import fill_features
 from .functors import Block, Env, Grid, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
 from .lists import with_lists
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
-from .rope import allocate_turnings, fill_turnings
+from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
 from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
@@ -178,6 +179,7 @@ def consume(
     row_lse = cute.make_rmem_tensor((2,), Float32)
     zero = outer.num_qo_heads >> 31  # 0, but only we know
     fill_turnings(p, fn, turnings, outer, t, w)
+    fill_features(p, fn, features_of(p, turnings), outer, t, w)
 
     ks, kph, vs, vph, qs, qph, it, iph = (Int32(0) for _ in range(8))
     item = take(item_ring, items, it, iph, lead)
@@ -318,7 +320,7 @@ def kernel(
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
-    turnings = allocate_turnings(p, smem)
+    turnings = allocate_tables(p, smem)
     shelf = allocate_shelf(p, smem, ready + barriers(p))
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups)

@@ -13,11 +13,12 @@ from cutlass import Int32, Int64, const_expr
 from cutlass.memory import SmemAllocator
 
 from ..prepass import PARAMS, THREADS
+from .features import fill_features
 from .functors import Env, head_of
 from .gather import place
 from .keys import ROWS, Key, transform_key
 from .packed import word
-from .rope import allocate_turnings, fill_turnings
+from .rope import allocate_tables, features_of, fill_turnings
 from .softmax import opaque
 
 SHARE = 16  # rows of a warp at a time
@@ -145,8 +146,9 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
     )
     smem = SmemAllocator()
     tile = smem.allocate_array(Int32, TILE * max(p.tile_qk, p.tile_vo) // 2, byte_alignment=1024)
-    turnings = allocate_turnings(p, smem)
+    turnings = allocate_tables(p, smem)
     fill_turnings(p, fn, turnings, outer, t % 128, t // 128)
+    fill_features(p, fn, features_of(p, turnings), outer, t % 128, t // 128)
     base = tile.toint()
     if const_expr(p.f_k):
         pass_over(p, fn, "k", turnings, x, outer, base)

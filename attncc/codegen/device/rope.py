@@ -6,29 +6,40 @@ position * fraction are the angle, whole turns gone, and its upper half is as ma
 """
 
 import math
+import struct
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Float64, Int32, Int64, const_expr
+from cutlass import Float32, Float64, Int32, Int64
 from cutlass._mlir.dialects import llvm
 
-BAR_TURNINGS = 6  # a named barrier: the tables are there
+from .features import words
 
 
-def allocate_turnings(p, smem):
-    """Shared memory for every table of frequencies: half as many words of 64 bits as features turn; None: no table."""
-    pairs = sum(dims // 2 for _, dims in p.turnings)
-    return smem.allocate_array(Int64, pairs) if pairs else None
+def allocate_tables(p, smem):
+    """Shared memory for every table of frequencies: half as many words of 64 bits as features turn; and behind these
+    for those of features (features.py).  None: no table."""
+    count = pairs_before(p, len(p.turnings)) + -(-words(p) // 2)
+    return smem.allocate_array(Int64, count, byte_alignment=16) if count else None
+
+
+def pairs_before(p, number: int) -> int:
+    return sum(dims // 2 for _, dims in p.turnings[:number])
 
 
 def table_of(p, turnings, number: int):
     """Where table `number` begins."""
-    return turnings + sum(dims // 2 for _, dims in p.turnings[:number])
+    return turnings + pairs_before(p, number)
+
+
+def features_of(p, turnings):
+    """The shared address of the first table of features."""
+    return table_of(p, turnings, len(p.turnings)).toint() if p.features else Int32(0)
 
 
 @cute.jit
 def fill_turnings(p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, env, t: Int32, w: Int32):
-    """By all consumers, while the first loads are on their way."""
+    """By all consumers, while the first loads are on their way; fill_features, which follows, ends with a barrier."""
     threads = 128 * p.warpgroups
     for number in cutlass.range_constexpr(len(p.turnings)):
         pairs = cutlass.const_expr(p.turnings[number][1] // 2)
@@ -36,8 +47,6 @@ def fill_turnings(p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass
             pair = first + w * 128 + t
             if pair < pairs:
                 put_fraction(p, fn, turnings, number, pair, env)
-    if const_expr(p.turnings):
-        cute.arch.barrier(barrier_id=BAR_TURNINGS, number_of_threads=threads)
 
 
 def put_fraction(p, fn, turnings, number: int, pair, env) -> None:
@@ -126,12 +135,22 @@ def frequency(scaling: str, dims: int, values, pair):
 def cos_sin(address, position):
     """Of the angle at a position, whose fraction of a turn a position lies at a shared address."""
     fraction = cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
-    part = Int32((Int64(position) * fraction) >> 32)
-    # 23 bits of it, and half a turn, as the mantissa of a number from 1 to 2: a conversion would take the unit that has
-    # to make sines and cosines
-    bits = Int32(cutlass.Uint32(part ^ -(2**31)) >> 9) | 0x3F800000
-    angle = (Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value())) - 1.5) * (2 * math.pi)
+    # bits 32 … 63 of position * fraction, where the position's sign counts as the lower half of the fraction; the upper
+    # 23 of them become the mantissa of a number from 1 to 2: a conversion would take the unit that has to make sines and
+    # cosines.  So a position of 0 turns by exactly 0.
+    angle = Float32(llvm.inline_asm(
+        Float32.mlir_type, [fraction.ir_value(), Int32(position).ir_value()],
+        "{ .reg .b32 low, high, part, sign; mov.b64 {low, high}, $1; shr.s32 sign, $2, 31;"
+        " mul.hi.u32 part, low, $2; mad.lo.u32 part, high, $2, part; mad.lo.u32 part, sign, low, part;"
+        f" shf.r.clamp.b32 part, part, 0x7f, 9; fma.rn.f32 $0, part, {as_hex(2 * math.pi)}, {as_hex(-2 * math.pi)}; }}",
+        "=f,l,r", has_side_effects=False,
+    ))  # fmt: skip
     return cute.math.cos(angle, fastmath=True), cute.math.sin(angle, fastmath=True)
+
+
+def as_hex(x: float) -> str:
+    """A float32 literal of PTX."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', x))[0]:08X}"
 
 
 def further(first, more):

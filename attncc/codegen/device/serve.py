@@ -18,6 +18,7 @@ from cutlass.memory import SmemAllocator
 from .emits import finished, store_emits
 from .epilogue import normalise, store_packed_lse, store_rows, totals
 from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
+from .features import fill_features
 from .few import attend_few, meet
 from .forward import issue_scores, issue_values, weights
 from .functors import Block
@@ -55,7 +56,7 @@ from .packed import (
     peek,
 )  # fmt: skip
 from .ring import is_lead, open_ring, own_thread, release, release_for, ring_place, rings_of, wait_block, warp_uniform
-from .rope import allocate_turnings, fill_turnings
+from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
@@ -311,6 +312,7 @@ def consume(
     fill_turnings(p, fn, turnings, launch_env(sizes), t, w)
 
     cute.arch.griddepcontrol_wait()
+    fill_features(p, fn, features_of(p, turnings), launch_env(sizes), t, w)
     turn, start = Int32(0), Int32(0)  # items and blocks so far
     owed = Int32(0)  # the second warpgroup has handed over, and not yet seen that it was read: the item's side
     item = next_item(item_ring, items, turn)
@@ -401,7 +403,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, SUMS)
-    turnings = allocate_turnings(p, smem)
+    turnings = allocate_tables(p, smem)
     shelf = allocate_shelf(p, smem, ready + barriers(p))
     if t == 0:
         open_ring(k_ring, 4 * p.warpgroups, writers(p))

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 
+from .features import Tables
 from .layout import quad
-from .rope import cos_sin, table_of, turn, turn_part
+from .rope import cos_sin, features_of, table_of, turn, turn_part
 from .softmax import chains
 
 
@@ -39,13 +40,17 @@ def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None
     c_in = (t % 4) * 2
     sums, turned = (() if part is None else part.sums), ()
     blocks = range(len(values) // 2) if part is None else part.blocks
+    tables = Tables(p, features_of(p, turnings), blocks, t)
 
     def each(name: str):
         """The function of every feature."""
         return [
-            getattr(fn, name)(*at, x, c_in + (8 * blocks[k // 2] + k % 2), sums, tuple(row[k] for row in turned))
+            getattr(fn, name)(
+                *at, x, c_in + (8 * blocks[k // 2] + k % 2), sums, tuple(row[k] for row in turned),
+                tables.of(k // 2, k % 2),
+            )
             for k, x in enumerate(values)
-        ]
+        ]  # fmt: skip
 
     for k, (kind, *how) in enumerate(fn.STEPS[slot]):
         name = f"{slot}_{k}"
@@ -53,7 +58,7 @@ def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None
             return each(name)
         if kind == "sum":
             if part is None:
-                sums = (*sums, quad(plus, chains(plus, each(name), 1)))
+                sums = (*sums, quad(plus, chains(plus, each(name), 2)))
         else:
             dims, style, table, _ = how
             angle = angles(p, fn, name, turnings, table, at, sums)
@@ -83,9 +88,9 @@ def remembered(known: dict, k: int, angle):
 def angles(p, fn, name: str, turnings, table: int | None, at: tuple, sums):
     """pair -> (cos, sin) of a rope."""
     if table is None:
-        return lambda pair: getattr(fn, f"{name}_pair")(*at, None, pair, sums, ())
+        return lambda pair: getattr(fn, f"{name}_pair")(*at, None, pair, sums, (), None)
     begin = table_of(p, turnings, table).toint()
-    position = getattr(fn, f"{name}_position")(*at, None, None, sums, ())
+    position = getattr(fn, f"{name}_position")(*at, None, None, sums, (), None)
     return lambda pair: cos_sin(begin + pair * 8, position)
 
 

@@ -1,9 +1,11 @@
 """What a key multiplies by: `k = k * c` is a factor of its dot products, `v = v * c` one of its weights.
 
-Who fills a slot of V computes the factors of that block's keys, too, and puts them into shared memory: a slot of V has
-a slot of factors, which is given back with it, and a barrier of its own, since factors are wanted before V is.  A
-thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes
-such a line of the other factor, if there are two.
+Who fills the slots of V puts the factors of a block's keys into shared memory before it waits for the block's own slot:
+they are wanted earlier, and are done with as soon as there are weights (given back with V, they came too late to a
+warpgroup that was ahead of the other).  So they have a ring of their own, with as many slots, at the same places.
+
+A thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes such
+a line of the other factor, if there are two.
 
 Where the rows of a packed tile may differ in their keys' factors, each thread computes its own.
 
@@ -18,16 +20,16 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
 from .functors import Tile, head_of, key_position, position
-from .ring import arrive, is_lead
+from .ring import Ring, arrive, is_lead, release_for
 
 LINE = 16  # columns of a line
 
 
 class Shelf(NamedTuple):
-    """Factors of the keys in V's slots: shared address of the first slot's, and its barrier."""
+    """The ring, and the shared address of its first slot."""
 
     base: Any
-    full: Any
+    ring: Ring
 
 
 def used(p) -> int:
@@ -40,17 +42,14 @@ def kept(p) -> bool:
 
 
 def factor_barriers(p) -> int:
-    return p.v_stages if kept(p) else 0
+    return 2 * p.v_stages if kept(p) else 0
 
 
-def allocate_shelf(p, smem, full) -> Shelf:
-    words = factor_barriers(p) * used(p) * p.tile_kv
-    return Shelf(smem.allocate_array(Float32, words, byte_alignment=16).toint() if words else Int32(0), full)
-
-
-def open_shelf(p, full, writers: int = 1) -> None:
-    for n in range(factor_barriers(p)):
-        cute.arch.mbarrier_init(full + n, writers)
+def allocate_shelf(p, smem, barriers) -> Shelf:
+    base = Int32(0)
+    if kept(p):
+        base = smem.allocate_array(Float32, p.v_stages * used(p) * p.tile_kv, byte_alignment=16).toint()
+    return Shelf(base, Ring(barriers, p.v_stages if kept(p) else 0))
 
 
 def factors(p, fn, env, where, there) -> tuple:
@@ -74,10 +73,11 @@ def own_column(k: int, who, team: int):
     return (k * team + who) * 32 + cute.arch.lane_idx()
 
 
-def put_factors(p, shelf: Shelf, slot, found: tuple, who=0, team: int = 1) -> None:
-    """... into a slot, which is free.  Predicates, no branches: see `release`."""
+def put_factors(p, shelf: Shelf, slot, phase, found: tuple, who=0, team: int = 1) -> None:
+    """... into a slot, when it is free.  Predicates, no branches: see `arrive`."""
     if not kept(p):
         return
+    cute.arch.mbarrier_wait(shelf.ring.empty + slot, phase)
     for k, values in enumerate(found):
         column = own_column(k, who, team)
         line, inside = column // LINE, ((column % 8) // 2) * 4 + ((column // 8) % 2) * 2 + column % 2
@@ -89,7 +89,7 @@ def put_factors(p, shelf: Shelf, slot, found: tuple, who=0, team: int = 1) -> No
                 predicate=inside_tile,
             )  # fmt: skip
     cute.arch.sync_warp()
-    arrive(shelf.full + slot, is_lead())
+    arrive(shelf.ring.full + slot, is_lead())
 
 
 # ------------------------------------------------------------------------------------- consumers
@@ -98,9 +98,15 @@ def wait_factors(p: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, ph
     """Where this thread's factors of a block lie, once they are there; `line`: of the block, its columns' first."""
     found = Int32(0)
     if const_expr(kept(p)):
-        cute.arch.mbarrier_wait(shelf.full + slot, phase)
+        cute.arch.mbarrier_wait(shelf.ring.full + slot, phase)
         found = shelf.base + (slot * p.tile_kv + line * LINE) * (used(p) * 4) + (cute.arch.lane_idx() % 4) * 16
     return found
+
+
+def give_back_factors(p, shelf: Shelf, slot, lead, count=1) -> None:
+    """This warp needs them no more; it counts for `count`."""
+    if kept(p):
+        release_for(shelf.ring, slot, lead, Int32(count))
 
 
 class Factors:

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, const_expr
 
 from .emits import OPS
 from .epilogue import BAR_STORE
-from .factors import wait_factors
+from .factors import give_back_factors, wait_factors
 from .forward import weights
 from .functors import Block
 from .gather import place, turn_of
@@ -187,10 +187,12 @@ def attend_few(
             scores_of_sixteen(p, acc_s, queries, keys)
         give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
         stale = Boolean(False)
+        own, own_phase = ring_place(p.v_stages, at)
+        factors_at = wait_factors(p, shelf, own, own_phase, group)
         if group < p.tile_kv // KEYS:
-            own = Block(block.col0 + KEYS * group, block.masked)
-            factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, at), group)
-            stale = weights(mine, fn, S, P, state, here, own, factors_at, False)
+            mine_of = Block(block.col0 + KEYS * group, block.masked)
+            stale = weights(mine, fn, S, P, state, here, mine_of, factors_at, False)
+        give_back_factors(p, shelf, own, lead)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
             values = v_base + vs * (p.tile_kv * p.tile_vo * 2)

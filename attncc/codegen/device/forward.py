@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
-from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
+from .factors import allocate_shelf, factor_barriers, give_back_factors, wait_factors
 from .features import fill_features
 from .functors import Block, Env, Grid, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
@@ -216,6 +216,7 @@ def consume(
         first = Block(block.col0, Boolean(True)) if p.mask else block
         factors_at = wait_factors(p, shelf, vs, vph, Int32(0))
         weights(p, fn, S, P, state, first_tile, first, factors_at, True)
+        give_back_factors(p, shelf, vs, lead)
         if const_expr(p.f_v):
             cute.arch.mbarrier_wait(v_ring.full + vs, vph)
             transform_block(p, fn, "v", turnings, v_base, ready, vs, item, outer, block, True, lead, c_in)
@@ -238,8 +239,10 @@ def consume(
             ks, kph = advance(p.k_stages, ks, kph)
             # without a mask only the tail of the keys is cut, and that is the first block
             ahead = block if p.mask else Block(block.col0, Boolean(False))
-            factors_at = wait_factors(p, shelf, *advance(p.v_stages, vs, vph), Int32(0))
+            nxt, nxt_phase = advance(p.v_stages, vs, vph)
+            factors_at = wait_factors(p, shelf, nxt, nxt_phase, Int32(0))
             stale = weights(p, fn, S, Pn, state, here, ahead, factors_at, False)
+            give_back_factors(p, shelf, nxt, lead)
             warpgroup.wait_group(0)
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)
@@ -328,7 +331,7 @@ def kernel(
         open_ring(item_ring, 4 * p.warpgroups + 2)
         open_ring(q_ring, 4)
         open_ready(p, ready)
-        open_shelf(p, shelf.full)
+        open_ring(shelf.ring, 4 * p.warpgroups)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

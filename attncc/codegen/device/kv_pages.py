@@ -189,12 +189,9 @@ def stream_boxes(
                 if const_expr(what == "k"):
                     if k == cutlass.max(count - LEAD, 0):
                         want(wanted, lead)
-                found: tuple = ()
                 if const_expr(what == "v"):
-                    found = factors_of(p, fn, env, now)
+                    put_factors(p, shelf, slot, phase, factors_of(p, fn, env, now))
                 fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
-                if const_expr(what == "v"):
-                    put_factors(p, shelf, slot, found, Int32(0), 1)
                 slot, phase = advance(ring.stages, slot, phase)
         elif const_expr(what == "k"):
             want(wanted, lead)
@@ -239,9 +236,8 @@ def stream_rows(
             n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
-            found = factors_of(p, fn, env, now, who, TEAM)
+            put_factors(p, shelf, vs, vph, factors_of(p, fn, env, now, who, TEAM), who, TEAM)
             fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
-            put_factors(p, shelf, vs, found, who, TEAM)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)
@@ -268,7 +264,7 @@ def key_env(p, items, it, item, lists, sizes):
 
 
 def factors_of(p, fn, env, n, who=0, team: int = 1) -> tuple:
-    """Of block n's keys; asked for while their slot is not free yet."""
+    """Of block n's keys."""
     return compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop, who, team)
 
 

@@ -12,9 +12,9 @@ from .ring import advance, fill, fill_tagged, is_lead
 from .schedule import first_chunk, next_block, take, walk_of
 
 
-def factors_of(p, fn, what: str, env, n) -> tuple:
-    """Of block n's keys, by whoever fills V's slots; asked for while these are not free yet."""
-    return compute_factors(p, fn, env, n * p.tile_kv, env.kv_len) if what == "v" else ()
+def factors_of(p, fn, env, n) -> tuple:
+    """Of block n's keys."""
+    return compute_factors(p, fn, env, n * p.tile_kv, env.kv_len)
 
 
 @cute.jit
@@ -70,10 +70,9 @@ def stream(
         if const_expr(p.counted):
             for j in cutlass.range(end - begin, unroll=1):
                 n = end - 1 - j
-                found = factors_of(p, fn, what, here, n)
-                fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
                 if const_expr(what == "v"):
-                    put_factors(p, shelf, slot, found, Int32(0), 1)
+                    put_factors(p, shelf, slot, phase, factors_of(p, fn, here, n))
+                fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
                 slot, phase = advance(ring.stages, slot, phase)
         else:
             walk = walk_of(p, fn, here, m)
@@ -83,9 +82,8 @@ def stream(
                 if const_expr(what == "k"):
                     fill_tagged(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot], tags, 2 * n + masked)
                 else:
-                    found = factors_of(p, fn, what, here, n)
+                    put_factors(p, shelf, slot, phase, factors_of(p, fn, here, n))
                     fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
-                    put_factors(p, shelf, slot, found, Int32(0), 1)
                 slot, phase = advance(ring.stages, slot, phase)
         item = take(item_ring, items, it, it_phase, lead)
         live = item.live

@@ -17,7 +17,7 @@ from cutlass.memory import SmemAllocator
 
 from .emits import finished, store_emits
 from .epilogue import normalise, store_packed_lse, store_rows, totals
-from .factors import allocate_shelf, factor_barriers, open_shelf, wait_factors
+from .factors import allocate_shelf, factor_barriers, give_back_factors, wait_factors
 from .features import fill_features
 from .few import attend_few, meet
 from .forward import issue_scores, issue_values, weights
@@ -135,8 +135,10 @@ def attend(
     first_tile = with_lists(p, fn, tile, block.col0, True)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
-    factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, at), Int32(0))
+    own, own_phase = ring_place(p.v_stages, at)
+    factors_at = wait_factors(p, shelf, own, own_phase, Int32(0))
     weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, factors_at, True)
+    give_back_factors(p, shelf, own, lead, stride)
     if const_expr(p.chunk):
         left = item.offset + item.keys - (block.col0 - c_in)
         if left < p.tile_kv:
@@ -165,8 +167,10 @@ def attend(
         release_for(k_ring, ks, lead, stride)
         # without a mask only the tail of the keys is cut, and that is the first block
         ahead = block if p.mask else Block(block.col0, Boolean(False))
-        factors_at = wait_factors(p, shelf, *ring_place(p.v_stages, nxt), Int32(0))
+        own, own_phase = ring_place(p.v_stages, nxt)
+        factors_at = wait_factors(p, shelf, own, own_phase, Int32(0))
         stale = weights(p, fn, S, Pn, state, here, ahead, factors_at, False)
+        give_back_factors(p, shelf, own, lead, stride)
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:
@@ -412,7 +416,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
         cute.arch.mbarrier_init(wanted, 1)
         open_ready(p, ready)
-        open_shelf(p, shelf.full, 1 if p.chunk else TEAM)
+        open_ring(shelf.ring, 4 * p.warpgroups, 1 if p.chunk else TEAM)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 

@@ -184,7 +184,6 @@ def run(
     \b
       attncc run examples/gemma2.attn:gemma2_local --qo 100 --kv 3000 --set window=512
       attncc run examples/alibi.attn --backend reference --heads 6 --kv-heads 2
-
       attncc run examples/causal.attn:causal --layout paged --page-size 16 --qo 30 --kv 700
 
     Tensor parameters are random too.  With --layout ragged or paged the call is a run of BatchAttention, over --batch
@@ -322,3 +321,7 @@ def bench(
             for variant in variants
         ]  # fmt: skip
     benchmark.show(rows)
+
+
+if __name__ == "__main__":
+    main(prog_name="attncc")

@@ -155,6 +155,7 @@ def _refuse_unsupported(options: BuildOptions, kv_dtype: str | None) -> None:
 
 def own_values(variant: Variant, given: dict[str, object], *, const: bool | None) -> dict[str, object]:
     """Those of the `given` values that belong to scalars of `variant`; an integer becomes a float for an f32.
+    ClickException for a value of another type.
 
     `const`: true for const parameters, false for run-time ones, None for both.
     """
@@ -162,8 +163,12 @@ def own_values(variant: Variant, given: dict[str, object], *, const: bool | None
     values: dict[str, object] = {}
     for name, value in given.items():
         if name in kinds:
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            values[name] = float(value) if whole and kinds[name] == "f32" else value  # type: ignore[arg-type]
+            kind = kinds[name]
+            takes = {"bool": bool, "i32": int, "f32": int | float}[kind]
+            good = isinstance(value, takes) and isinstance(value, bool) == (kind == "bool")
+            if not good or (kind == "i32" and not -(2**31) <= value < 2**31):  # type: ignore[operator]
+                raise click.ClickException(f"{name}: expected {kind}, found {str(value).lower()}")
+            values[name] = float(value) if kind == "f32" else value  # type: ignore[arg-type]
     return values
 
 
@@ -173,9 +178,10 @@ def check_names(variants: Sequence[Variant], given: dict[str, object], option: s
     for name in given:
         if name not in known:
             kind = "scalar" if const is None else "const parameter" if const else "run-time scalar"
-            raise click.ClickException(
-                f"{option} {name}: no {kind} of that name; there is: {', '.join(sorted(known)) or 'none'}"
-            )
+            there = f"there is: {', '.join(sorted(known)) or 'none'}"
+            if any(p.name == name for v in variants for p in v.scalars):
+                there = "it is a run-time scalar: --set" if const else "it is a const parameter: --const"
+            raise click.ClickException(f"{option} {name}: no {kind} of that name; {there}")
 
 
 @contextmanager

@@ -44,9 +44,13 @@ class Source:
         try:
             return cls.read(source)
         except AttnError as e:
-            if not (isinstance(source, str) and re.match(r"\s*attention\s", source)):
+            path, _, variant = str(source).rpartition(":")
+            if isinstance(source, str) and re.match(r"\s*attention\s", source):
+                hint = "text needs a newline; without one it is taken for a path"
+            elif variant.isidentifier() and Path(path).is_file():
+                hint = f"the command line's FILE:VARIANT is {path!r} with variant={variant!r} here"
+            else:
                 raise
-            hint = "text needs a newline; without one it is taken for a path"
             raise AttnError([replace(d, hint=hint) for d in e.diagnostics]) from None
 
     @classmethod

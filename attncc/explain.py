@@ -98,16 +98,25 @@ class Explanation:
         )
         if not slots:
             return []
-        visited = int((self.classes > 0).sum()) * self.tile_kv
+        last = self.kv_len - (self.classes.shape[1] - 1) * self.tile_kv  # keys of the last tile
+        shown = (self.classes > 0).sum(axis=0)
+        visited = int(shown[:-1].sum()) * self.tile_kv + int(shown[-1]) * last
         features, (heads, kv_heads), sms = 128 * len(slots), EXAMPLE_HEADS, EXAMPLE_SMS
-        found = routes.costs(keys=kv_heads * self.kv_len, reads=heads * visited, features=features, sm_count=sms)
-        better = "a pre-pass" if found.prepass < found.fused else "the kernel"
-        return [
+        keys, counted = kv_heads * self.kv_len, routes.dense_reads(self.tile_q, 1, self.qo_len, self.kv_len, heads)
+        found, chosen = (
+            routes.costs(keys=keys, reads=reads, features=features, sm_count=sms)
+            for reads in (heads * visited, counted)
+        )
+        better, taken = ("a pre-pass" if c.prepass < c.fused else "the kernel" for c in (found, chosen))
+        lines = [
             f"{' and '.join(slots)}: each key is read {visited / self.kv_len:.1f} times a query head",
             f"of {features} features for {heads} heads over {kv_heads} on {sms} SMs: {1e6 * found.fused:.1f} µs in the "
             f"kernel, {1e6 * found.prepass:.1f} µs by a pre-pass",
-            f"left to the call, dense or ragged keys go through {better}; pages always through the kernel",
+            f"left to the call, dense or ragged keys go through {taken}; pages always through the kernel",
         ]
+        if better != taken:
+            lines.append("a call counts the keys that the mask hides too: build with --no-prepass")
+        return lines
 
     def _notes(self) -> list[str]:
         lines = [

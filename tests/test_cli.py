@@ -149,7 +149,7 @@ def test_show_grad_is_refused_clearly() -> None:
     (["--layout", "paged", "--page-size", "16", "--prepass"],
      "--prepass: a cache in pages is never copied; what works: --no-prepass"),
     (["--const", "cup=3"], "--const cup: no const parameter of that name; there is: cap"),
-    (["--const", "window=3"], "--const window: no const parameter of that name; there is: cap"),
+    (["--const", "window=3"], "--const window: no const parameter of that name; it is a run-time scalar: --set"),
     (["--head-dim", "100"], "head_dim: expected a multiple of 8 from 8 to 256, found 100"),
     (["--head-dim", "264"], "found 264"),
     (["--const", "cap=true"], "cap"),
@@ -255,10 +255,26 @@ def test_run_bad_arguments() -> None:
         in attncc("run", CAUSAL, "--heads", "4", "--kv-heads", "3", code=1).stderr
     )
     assert (
-        "--set cap: no run-time scalar of that name; there is: window"
+        "--set cap: no run-time scalar of that name; it is a const parameter: --const"
         in attncc("run", GEMMA, "--set", "cap=3", code=1).stderr
     )
-    assert "window" in attncc("run", GEMMA, "--backend", "reference", "--set", "window=1.5", code=1).stderr
+    for command in (["run", GEMMA, "--backend", "reference"], ["explain", GEMMA, "--qo", "8", "--kv", "8"]):
+        for value in ("1.5", "true", "2147483648"):
+            refused = attncc(*command, "--set", f"window={value}", code=1).stderr
+            assert f"window: expected i32, found {value}" in refused
+
+
+def test_the_module_is_the_command() -> None:
+    found = subprocess.run([sys.executable, "-m", "attncc.cli", "check", GEMMA], capture_output=True, text=True)
+    assert found.stdout == f"{GEMMA}: ok (gemma2_global, gemma2_local)\n"
+
+
+def test_examples_of_the_help_are_not_wrapped() -> None:
+    for name, command in main.commands.items():
+        shown, meant = (
+            {line.strip() for line in text.splitlines()} for text in (attncc(name, "--help").output, command.help)
+        )
+        assert {line for line in meant if line.startswith("attncc ")} <= shown
 
 
 def test_without_a_gpu() -> None:

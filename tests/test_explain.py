@@ -56,8 +56,17 @@ def test_what_transformed_keys_cost():
     many = explain(variant(body), 4096, 4096).text()
     assert "f_k: each key is read 16.5 times a query head" in many and "keys go through a pre-pass;" in many
     assert "of 128 features for 32 heads over 8 on 132 SMs: " in many
+    assert "f_k: each key is read 1.0 times a query head" in explain(variant(body), 1, 5).text()  # of a tile of 128
     assert "pre-pass" not in explain(variant("    f_v = v * f32(j)\n"), 4096, 4096).text()
     assert "f_k and f_v: each" in explain(variant("    f_k = l2norm(k)\n    f_v = v * v\n"), 8, 8).text()
+
+
+def test_a_call_counts_what_the_mask_hides():
+    """So it may choose the slower way; where it does, that is said."""
+    body = "    f_k = rope(k, j)\n    mask = i - 128 < j <= i\n"
+    text = explain(variant(body), 256, 8192).text()
+    assert "keys go through a pre-pass;" in text and "--no-prepass" in text
+    assert "--no-prepass" not in explain(variant(body), 8192, 8192).text()
 
 
 def test_large_map_is_cut_down():

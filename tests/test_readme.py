@@ -13,6 +13,8 @@ from runtime.fake_driver import FakeDriver
 import attncc
 from attncc.cli import main
 from attncc.codegen.limits import as_table
+from attncc.frontend.builtins import _SCALINGS as SCALINGS
+from attncc.frontend.names import FUNCTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -118,6 +120,13 @@ def test_targets_and_files_named_in_the_text_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for path in re.findall(r"\]\((\w[\w./]*)\)|`((?:attncc|examples)/[\w./]+)`", README):
         assert (ROOT / (path[0] or path[1])).exists(), path
+
+
+def test_every_function_of_the_language_is_there() -> None:
+    page = README.split("## The language in a page")[1].split("\n## ")[0]
+    assert set(FUNCTIONS) <= set(re.findall(r"\w+", page))
+    for scaling, (required, optional) in SCALINGS.items():
+        assert f"{scaling}({', '.join((*required, *optional))})" in page
 
 
 def test_the_table_of_limits_is_the_one_in_the_code() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attncc.frontend import ast, names
 from attncc.frontend.scope import Unknown
-from attncc.ir.nodes import I32, SPACES, Expr, Rope, TensorParam
+from attncc.ir.nodes import I32, SPACES, Const, Expr, Param, Rope, TensorParam
 
 if TYPE_CHECKING:
     from attncc.frontend.expressions import Typer
@@ -87,6 +87,10 @@ def _norm(t: Typer, e: ast.Call) -> Expr | None:
     for key, value in extra.items():
         if value is None or not t.is_number(value, given[key], f"`{key}`") or not t.one_space(at, x, value):
             return None
+        if isinstance(value, Const | Param) and "eps" not in bound and given[key] in e.args:
+            hint = f"write `eps = …`, or `{key} = …` where that is meant"
+            t.scope.error(f"this number would be the `{key}` of `{name}`", given[key].span, hint)
+            return None
         normed = build.floats("mul" if key == "weight" else "add", normed, value, at=at)
     return normed
 
@@ -150,6 +154,8 @@ def _rope_style(t: Typer, syntax: ast.Expr | None) -> str | None:
 def _rope_scaling(t: Typer, syntax: ast.Expr | None) -> tuple[str | Expr | None, ...] | None:
     if syntax is None or _is_none(syntax):
         return ()
+    if isinstance(syntax, ast.Name) and syntax.name in _SCALINGS:
+        syntax = ast.Call(ast.Word(syntax.name, syntax.span), (), syntax.span)  # which lacks arguments
     word = syntax.function.text if isinstance(syntax, ast.Call) else syntax.name if isinstance(syntax, ast.Name) else ""
     if not isinstance(syntax, ast.Call) or word not in _SCALINGS:
         near = names.suggest(word, _SCALINGS) if word not in _SCALINGS else None

@@ -21,6 +21,7 @@ from attncc.ir.nodes import (
     Scan,
     TensorParam,
     Variant,
+    leaves,
     objects,
 )
 from attncc.ir.verify import verify
@@ -239,6 +240,10 @@ class _Check:
             e = slots[slot]
             for x in guards.negative_rows(e) if e is not None else ():
                 hint = f"guard it, `{x.tensor}[…] if i >= 0 else …`, or clamp the index, `max(i, 0)`"
+                tensor = self.scope.bindings.get(x.tensor)
+                dims = tensor.dims if isinstance(tensor, TensorParam) else ()
+                if any(dim == "iq" and "i" in leaves(k) for dim, k in zip(dims, x.index, strict=False)):
+                    hint = "`iq` is the row, `i` its position: write `iq`"
                 message = f"`i` indexes '{x.tensor}' in `{slot}`, and is negative where qo_len > kv_len"
                 self.scope.error(message, x.span, hint)
 

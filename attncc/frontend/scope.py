@@ -61,6 +61,14 @@ _INSTEAD = {
     "score": "the score is `s`",
     "head_dim": "did you mean 'head_dim_qk'?",
 }
+_FUNCTIONS_INSTEAD = {
+    "where": "write `x if condition else y`",
+    "mean": "write `sum(x) / head_dim_qk`, or `head_dim_vo` for v and o",
+    "pow": "write `x ** y`",
+    "ln": "did you mean 'log'?",
+    "silu": "write `x * sigmoid(x)`",
+    "swish": "write `x * sigmoid(x)`",
+}
 _GIVEN = {"f_q": "q", "f_k": "k", "f_v": "v", "f_logits": "s", "epilogue": "o"}  # what a slot starts from
 
 
@@ -91,8 +99,10 @@ class Scope:
         if wrong:
             here = "the size of a block" if self.slot == "size" else f"`{self.slot}`"
             what = f"{through} `{wrong[0]}`, which" if through else f"`{wrong[0]}`"
-            where = names.listed(names.WHERE[wrong[0]])
-            self.error(f"{what} is not in scope in {here}", at, f"`{wrong[0]}` can be used in {where}")
+            hint = f"`{wrong[0]}` can be used in {names.listed(names.WHERE[wrong[0]])}"
+            if wrong[0] in ("q", "k") and self.slot == "f_logits":
+                hint += "; here `dot` is q · k, and `s` is `scale * dot`"
+            self.error(f"{what} is not in scope in {here}", at, hint)
         return not wrong
 
     def of(self, kind: type) -> list[str]:
@@ -143,7 +153,9 @@ class Scope:
         if isinstance(binding, Function) or name in names.FUNCTIONS:
             self.error(f"'{name}' is a function, not a tensor", at, f"call it: `{name}(…)`")
         elif name in names.RESERVED or name in self.args or isinstance(binding, ScalarParam | Let | Axis | Output):
-            self.error(f"'{name}' is not a tensor: it has no elements", at, names.suggest(name, self.of(TensorParam)))
+            hint = f"`{name}` alone is the whole vector" if name in _GIVEN.values() and name != "s" else None
+            hint = hint or names.suggest(name, self.of(TensorParam))
+            self.error(f"'{name}' is not a tensor: it has no elements", at, hint)
         elif binding is None and self.complete:
             hint = names.suggest(name, self.of(TensorParam))
             self.error(f"unknown tensor '{name}'", at, hint or f"declare it: `tensor {name}[…]: f32`")
@@ -160,6 +172,7 @@ class Scope:
         elif name in names.RESERVED or name in self.args or isinstance(binding, ScalarParam | Let | Axis | Output):
             self.error(f"'{name}' is not a function", at, near)
         elif binding is None and self.complete:
+            near = _FUNCTIONS_INSTEAD.get(name) or near
             self.error(f"unknown function '{name}'", at, near or f"define it: `def {name}(x) = …`")
 
 

@@ -46,7 +46,7 @@ _NO_EXPRESSION = {
     "EQUAL": "equality is written `==`",
     "PLUS": "there is no unary `+`",
     "NOT": "put `not …` in parentheses",
-    "STRING": "a string stands first in the body, as its docstring",
+    "STRING": "a string is a docstring, first in the body; words such as `neox` have no quotes",
     "LSQB": "numbers are listed in a tensor that the caller passes",
     "IF": _CHOICE,
     "$END": "a statement goes on over the lines inside ( ) and [ ] only",

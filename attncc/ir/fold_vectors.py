@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attncc.ir.nodes import F32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
+from attncc.ir.nodes import F32, I32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
 
-ONE = Const(1.0, F32)
+ONE, NO_KEYS = Const(1.0, F32), Const(0, I32)
 
 
 def fold_vectors(v: Variant) -> Variant:
@@ -29,6 +29,8 @@ def fold_vectors(v: Variant) -> Variant:
         return v
     if "j" in leaves(factor):
         return replace(v, f_v=make("mul", Leaf("v"), factor, span=v.f_v.span))
+    if "kv_len" in leaves(factor):  # which may divide: without keys o is 0, whatever would have multiplied them
+        factor = make("select", make("lt", NO_KEYS, Leaf("kv_len")), factor, Const(0.0, F32), span=v.f_v.span)
     return replace(v, f_v=Leaf("v"), epilogue=times(v.epilogue, ("o",), factor))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping
+from difflib import get_close_matches
 
 import torch
 from torch import Tensor
@@ -41,7 +42,9 @@ def bind_scalars(variant: Variant, given: Mapping[str, object]) -> dict[str, int
     for name in given:
         if name not in takes:
             known = ", ".join(takes) or "none"
-            raise ValueError(f"{name}: {variant.name} has no such parameter (it has: {known})")
+            near = get_close_matches(name, takes, 1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ValueError(f"{name}: {variant.name} has no such parameter (it has: {known}){hint}")
     return {p.name: _scalar(p, given, variant.name) for p in variant.scalars if not p.const}
 
 

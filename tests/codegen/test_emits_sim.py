@@ -37,6 +37,7 @@ SERVED = [
     ("watch", 16, (8, 2)), ("plain", None, (3, 3)), ("curves", 16, (5, 1)), ("tables", 5, (4, 2)), ("sunk", 1, (4, 1)),
     ("unsettled", 16, (2, 1)), ("sigmoids", 16, (7, 1)), ("hidden", None, (2, 2)),
     ("factors", 16, (4, 1)), ("normed", None, (4, 2)), ("normed", 16, (8, 1)), ("selected", 16, (4, 2)),
+    ("by_length", 16, (2, 2)),
 ]  # fmt: skip
 
 

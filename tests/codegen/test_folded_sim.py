@@ -34,6 +34,7 @@ def test_dense(case: Case, artifact: Callable[[Case], Path]) -> None:
     ("both", 16, (8, 2)), ("both", 1, (4, 2)), ("both", None, (4, 2)), ("capped", 16, (4, 1)), ("weighed", 5, (4, 2)),
     ("query", 16, (5, 1)), ("all_three", 16, (4, 2)), ("all_three", None, (4, 2)), ("by_request", 16, (4, 2)),
     ("sloped", 1, (4, 1)), ("value_alone", None, (2, 2)), ("key_alone", 16, (7, 1)),
+    ("by_length", 16, (4, 2)),
 ], ids=str)  # fmt: skip
 def test_served(name: str, page_size: int | None, heads: tuple[int, int]) -> None:
     x = sim.batch(Served(folded(name), page_size), LENGTHS, heads)

@@ -191,7 +191,10 @@ def test_unreadable_files(make: str, tmp_path: Path) -> None:
 
 
 def test_text_that_is_taken_for_a_path(tmp_path: Path) -> None:
+    there = tmp_path / "there.attn"
+    there.touch()
     for source, hint in [
+        (f"{there}:wide", f"the command line's FILE:VARIANT is {str(there)!r} with variant='wide' here"),
         ("attention a(): mask = j <= i", "text needs a newline; without one it is taken for a path"),
         (str(tmp_path / "attention.attn"), None),
         (tmp_path / "attention a.attn", None),

@@ -51,7 +51,7 @@ def finished(p, fn, state, tile):
         for i in range(2):
             total = quad(OPS[reduce], state.emits[k][i])
             value = emitted_of(fn, k, tile, i, total)
-            found[k][i] = value if reduce == "sum" else cutlass.select_(total == IDENTITY[reduce], total, value)
+            found[k][i] = cutlass.select_(total == IDENTITY[reduce], total, value)
     return found
 
 

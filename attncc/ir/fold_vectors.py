@@ -2,8 +2,9 @@
 and the tile in shared memory stays as it came.
 
     f_q = q * a,  f_k = k * c  ->  f_q = q, f_k = k, and f_logits in terms of (s * a) * c, (dot * a) * c
-    f_v = v * c                ->  epilogue in terms of o * c, where c is the same for all keys; else f_v = v * c, so
-                                   written, which kernels apply to a key's weight (`weight_of`)
+    f_v = v * c                ->  epilogue in terms of o * c, where c is the same for all keys, and only where o is
+                                   not 0: a row that sees no key asks for no c; else f_v = v * c, so written, which
+                                   kernels apply to a key's weight (`weight_of`)
 
 A slot of which something else is left (a rotation, a norm) keeps its factors: a transform of the vector applies them
 for nothing, and a factor of its own would cost every score.
@@ -13,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attncc.ir.nodes import F32, I32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
+from attncc.ir.nodes import F32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
 
-ONE, NO_KEYS = Const(1.0, F32), Const(0, I32)
+ONE = Const(1.0, F32)
 
 
 def fold_vectors(v: Variant) -> Variant:
@@ -29,9 +30,10 @@ def fold_vectors(v: Variant) -> Variant:
         return v
     if "j" in leaves(factor):
         return replace(v, f_v=make("mul", Leaf("v"), factor, span=v.f_v.span))
-    if "kv_len" in leaves(factor):  # which may divide: without keys o is 0, whatever would have multiplied them
-        factor = make("select", make("lt", NO_KEYS, Leaf("kv_len")), factor, Const(0.0, F32), span=v.f_v.span)
-    return replace(v, f_v=Leaf("v"), epilogue=times(v.epilogue, ("o",), factor))
+    whole = make("mul", Leaf("o"), factor)
+    if not isinstance(factor, Const):
+        whole = make("select", make("ne", Leaf("o"), Const(0.0, F32)), whole, Leaf("o"))
+    return replace(v, f_v=Leaf("v"), epilogue=transform(v.epilogue, lambda x: whole if x == Leaf("o") else x))
 
 
 def weight_of(v: Variant) -> Expr | None:

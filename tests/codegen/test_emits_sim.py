@@ -30,6 +30,21 @@ def test_dense(name: str, artifact: Callable[[Case], Path]) -> None:
         sim.check(one, artifact(one), x, sm_count=1 + n % 3, seed=n)
 
 
+def test_a_row_without_keys_asks_for_nothing(artifact: Callable[[Case], Path]) -> None:
+    """Not even for what all its keys share."""
+    text = """
+attention hidden_worth():
+    tensor worth[iq, h]: f32
+    mask = j < i
+    emit most[iq, h]  = max(l + worth[iq, h])
+    emit total[iq, h] = sum(l * worth[iq, h])
+"""
+    one = Case(text, "hidden_worth", head_dim=64)
+    x = inputs_for(one, one.shape(1, 5, 5, 2, 1))
+    x.params["worth"][:, 0] = torch.nan  # pyright: ignore[reportIndexIssue]
+    sim.check(one, artifact(one), x)
+
+
 # ------------------------------------------------------------------------------------- served
 # cut tiles of few rows and of many, rows that see no key, requests without rows or keys
 LENGTHS: Lengths = [(1, 1400), (1, 0), (40, 7), (0, 30), (30, 1100), (1, 128), (3, 17)]

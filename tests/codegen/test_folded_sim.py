@@ -66,6 +66,17 @@ def test_hidden_keys_may_have_any_factor(artifact: Callable[[Case], Path]) -> No
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True) if a is not None and b is not None)
 
 
+def test_a_row_without_keys_has_no_factor(artifact: Callable[[Case], Path]) -> None:
+    """Of v: neither is it read where there is none, nor does what it is there reach the output."""
+    case = folded("of_the_last_key")
+    sim.check(case, artifact(case), sim.inputs_for(case, case.shape(2, 5, 0, 4, 2)))
+    x = sim.inputs_for(case, case.shape(2, 5, 3, 4, 2))
+    x.params["vs"][1] = torch.inf  # pyright: ignore[reportIndexIssue]
+    out, _ = run_forward(artifact(case), x.q, x.k, x.v, x.params)
+    assert bool((out[:, :2] == 1.0).all()) and bool(out[1, 2:].isinf().all())
+    sim.serve_and_check(sim.batch(Served(case, 16), LENGTHS, (4, 2)), sm_count=3)
+
+
 # what is written for what: each must show
 WRONG = {
     "sign of k's factor": ("both", "k * ks[j, g]", "-k * ks[j, g]"),

@@ -54,9 +54,10 @@ def test_factors_of_q_and_k_go_into_the_score(body: str, logits: str) -> None:
     ("f_v = v", None, "o"),
     ("f_v = v * ks[j, g] * 0.5", "mul(ks[j, g], 0.5)", "o"),
     ("f_v = v if j < n else v * a", "select(lt(j, n), 1.0, a)", "o"),
-    ("f_v = v * c[g]", None, "mul(o, c[g])"),
-    ("f_v = v / kv_len", None, "mul(o, select(lt(0, kv_len), div(1.0, f32(kv_len)), 0.0))"),
-    ("f_v = v / a\n    epilogue = o + 1.0", None, "add(mul(o, div(1.0, a)), 1.0)"),
+    ("f_v = v * c[g]", None, "select(ne(o, 0.0), mul(o, c[g]), o)"),
+    ("f_v = v / a\n    epilogue = o + 1.0", None, "add(select(ne(o, 0.0), mul(o, div(1.0, a)), o), 1.0)"),
+    ("f_v = -v / 4.0", None, "mul(o, -0.25)"),
+    ("f_v = v / kv_len", None, "select(ne(o, 0.0), mul(o, div(1.0, f32(kv_len))), o)"),
 ])  # fmt: skip
 def test_factors_of_v_go_to_the_weights_or_past_them(body: str, weight: str | None, epilogue: str) -> None:
     v = simplify(fold_vectors(one(body)))

@@ -50,8 +50,7 @@ def finished(p, fn, state, tile):
     for k, reduce in enumerate(p.emits):
         for i in range(2):
             total = quad(OPS[reduce], state.emits[k][i])
-            value = emitted_of(fn, k, tile, i, total)
-            found[k][i] = cutlass.select_(total == IDENTITY[reduce], total, value)
+            found[k][i] = cutlass.select_(total == IDENTITY[reduce], total, emitted_of(fn, k, tile, i, total))
     return found
 
 

@@ -133,7 +133,7 @@ def variants(source: str | Path | Source) -> tuple[Variant, ...]:
 
 def specialized(variant: Variant, options: Options) -> Variant:
     """The variant with its const parameters and head dims filled in, simplified.  AttnError where these make an
-    integer divisor 0."""
+    integer divisor 0, or a block of a domain smaller than a key."""
     from attncc.ir.rewrite import simplify, specialize
     from attncc.ir.verify import VerifyError
 

@@ -281,6 +281,16 @@ def test_a_const_that_makes_a_divisor_zero_is_an_error_with_its_place(call):
     assert "floordiv" not in compiler.show(guarded, "ir", head_dim=64)
 
 
+@pytest.mark.parametrize("call", [attncc.compile, attncc.reference])
+def test_a_const_that_leaves_a_block_no_key_is_an_error_with_its_place(call):
+    source = "attention x(n: const i32 = -4):\n    tensor sel[iq, m]: i32\n    domain = blocks(sel[iq, :], size = n)\n"
+    with pytest.raises(AttnError) as e:
+        call(source, head_dim=64)
+    assert str(e.value).startswith("<string>:3:14: error: the size of a block is at least 1, not -4")
+    assert "with n = -4" in str(e.value)
+    compiler.show(source, "ir", head_dim=64, const={"n": 1})
+
+
 # ---------------------------------------------------------------------- what kernels refuse
 
 REFUSED = {

@@ -249,7 +249,7 @@ def _visible(lanes: Lanes, exists: Tensor) -> Tensor:
     mask, mask_fault = lanes.value(variant.mask)
     load = _entries(lanes, variant.domain)
     entries, fault = lanes.value(load)
-    chosen = _chosen(lanes, variant.domain, entries.squeeze(2)) & exists
+    chosen = _chosen(lanes, variant.domain, entries.squeeze(2), exists) & exists
     if mask_fault is not None:
         lanes.refuse(variant.mask, mask_fault, (chosen if fault is None else chosen | fault.any(-1)) & exists)
     if fault is not None:
@@ -267,11 +267,12 @@ def _entries(lanes: Lanes, domain: Domain) -> Load:
     return Load(domain.tensor, tuple(Leaf(":") if x is None else x for x in domain.index), I32, domain.span)
 
 
-def _chosen(lanes: Lanes, domain: Domain, entries: Tensor) -> Tensor:
+def _chosen(lanes: Lanes, domain: Domain, entries: Tensor, exists: Tensor) -> Tensor:
     """Is key j in one of the blocks of `entries` [h, iq, n]?  A negative entry is padding."""
-    size = lanes.checked(domain.size)
-    if (size < 1).any():
+    size = lanes.checked(domain.size, exists)
+    if ((size < 1) & exists).any():
         raise ValueError(f"domain: expected a block size of at least 1, found {int(size.min())}")
+    size = size.clamp(min=1)
     blocks = -(-lanes.request.kv_len // int(size.min()))
     kept = torch.where((entries < 0) | (entries >= blocks), blocks, entries)
     chosen = torch.zeros(*kept.shape[:2], blocks + 1, dtype=torch.bool, device=kept.device).scatter_(2, kept, True)

@@ -1,10 +1,12 @@
 """Is a Variant well formed?  The tables say what is allowed where; the code only looks things up in them.
 
 `verify` runs after lowering and after every rewrite pass.  What it refuses is a fault of the compiler, not of the
-user, with one exception: an i32 division by a zero that only specialisation brought to light.
+user, with two exceptions that only specialisation brings to light: an i32 division by zero, a block of no keys.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from attncc.ir.nodes import (
     BOOL,
@@ -228,6 +230,9 @@ def _check_domain(v: Variant, domain: Domain) -> None:
     for x in given:
         _check_slot(v, "domain", x, *SLOTS["domain"])
     _check_slot(v, "domain size", domain.size, *SLOTS["domain size"])
+    if isinstance(domain.size, Const) and domain.size.value < 1:
+        fault = f"the size of a block is at least 1, not {domain.size.value}"
+        raise VerifyError(v.name, "domain", fault, replace(domain.size, span=domain.span))
 
 
 def _check_emit(v: Variant, emit: Emit) -> None:

@@ -210,7 +210,8 @@ def variants(draw, depth: int = 3) -> Variant:
     domain = None
     if draw(st.booleans()):
         index = (draw(slot_expressions("domain", 1)), draw(slot_expressions("domain", 1)), None)
-        domain = Domain("chosen", index, draw(slot_expressions("domain size", 1)))
+        size = make("max", draw(slot_expressions("domain size", 1)), Const(1, I32))
+        domain = Domain("chosen", index, size)
     emits = ()
     if draw(st.booleans()):
         leaves, _ = SLOTS["emit"]

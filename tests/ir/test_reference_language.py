@@ -292,6 +292,16 @@ attention t():
     assert late(q[:, :2], k[:, :2], v[:, :2], sel=chosen[:1], keep=keep).isfinite().all()
 
 
+def test_a_domain_of_no_key():
+    """Nothing is asked of the size of its blocks."""
+    text = "attention t():\n    tensor sel[m]: i32\n    domain = blocks(sel[:], size = %s)\n"
+    sel = torch.zeros(1, dtype=torch.int32)
+    for size in ("kv_len", "1000 // kv_len"):
+        assert (oracle(text % size)(*ones(qo_len=2, kv_len=0), sel=sel) == 0).all()
+    with pytest.raises(ValueError, match="domain: expected a block size of at least 1, found 0"):
+        oracle(text % "kv_len // 4")(*ones(qo_len=2, kv_len=3), sel=sel)
+
+
 def test_emits_over_no_key():
     text = "attention t():\n    mask = j < 0\n" + "".join(
         f"    emit {n}[iq, h] = {r}(l)\n" for n, r in (("a", "max"), ("b2", "min"), ("c", "sum"))

@@ -137,6 +137,11 @@ def visible_pairs(variant: Variant, shape: Shape, params: Mapping[str, object], 
     return seen * (shape.batch // len(batches)) * (shape.num_qo_heads // len(heads))
 
 
+def causal_like(kernel: Any) -> bool:
+    """Is its main kernel scheduled as causal ones are?"""
+    return bool(next(iter(kernel.manifest["kernels"].values()))["causal_like"])
+
+
 def bench_variant(
     source: Source, variant: Variant, shape: Shape, options: dict[str, Any], *,
     seed: int = 0, given: dict[str, object] | None = None, rounds: int = 3, rivals: bool = True,
@@ -147,10 +152,18 @@ def bench_variant(
     """
     options = {**options, "dtype": FLOATS[options["dtype"]]}
     kernel = compiler.compile(source, **options)
-    inputs = random_inputs(variant, shape, dtype=options["dtype"], device=DEVICE, seed=seed, given=given)
+    inputs = random_inputs(
+        variant,
+        shape,
+        dtype=options["dtype"],
+        device=DEVICE,
+        seed=seed,
+        given=given,
+        const=options["const"],
+    )
     given_params: dict[str, Any] = inputs.params
     params = {**{p.name: p.default for p in variant.scalars}, **kernel.manifest["const"], **given_params}
-    causal = bool(kernel.manifest["kernels"]["forward"]["causal_like"]) and shape.qo_len == shape.kv_len
+    causal = causal_like(kernel) and shape.qo_len == shape.kv_len
     out = torch.empty(*inputs.q.shape[:-1], shape.head_dim_vo, dtype=inputs.q.dtype, device=DEVICE)
     plain = f"cudnn {'causal' if causal else 'full'}"
     calls: dict[str, Call] = {
@@ -178,13 +191,21 @@ def bench_served(
     """Time BatchAttention over `shape.batch` requests of one length, in pages in random order or ragged, in rotated
     rounds with attncc's dense kernel and, where it takes the shape, cuDNN on the same values."""
     options = {**options, "dtype": FLOATS[options["dtype"]]}
-    inputs = random_inputs(variant, shape, dtype=options["dtype"], device=DEVICE, seed=seed, given=given)
+    inputs = random_inputs(
+        variant,
+        shape,
+        dtype=options["dtype"],
+        device=DEVICE,
+        seed=seed,
+        given=given,
+        const=options["const"],
+    )
     kernel = compiler.compile(source, **options)
     dense = compiler.compile(source, **{**options, "layout": "dense", "page_size": None})
     calls = served_calls(variant, shape, inputs, kernel, dense, options["page_size"])
     notes: list[str] = []
     _compare("the dense kernel", calls["dense"](), calls["attncc"](), notes)
-    causal = bool(dense.manifest["kernels"]["forward"]["causal_like"]) and shape.qo_len == shape.kv_len
+    causal = causal_like(dense) and shape.qo_len == shape.kv_len
     plain = cudnn(inputs, causal=causal)
     try:
         plain()

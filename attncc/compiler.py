@@ -116,8 +116,9 @@ def reference(
         chosen, head_dim=dims["head_dim"], head_dim_vo=dims["head_dim_vo"], dtype=taken, const=values,
         compute_dtype=torch.float64 if compute_dtype is None else compute_dtype,
     )  # fmt: skip
-    # refuses what a build would: a const that makes a divisor 0
-    specialized(chosen, Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, page_size, arch, values))
+    # refuses what a build would: a const that makes a divisor 0, a rope of more features than there are
+    options = Options(dims["head_dim"], dims["head_dim_vo"], "bf16", layout, page_size, arch, values)
+    raise_all(misfitting(specialized(chosen, options), options))
     return made
 
 
@@ -178,7 +179,7 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     import tempfile
 
     from attncc.codegen import listing, prepass
-    from attncc.codegen.build import build
+    from attncc.codegen.build import DoesNotFit, build
 
     transforms = config.f_k or config.f_v
     if options.prepass and not transforms:
@@ -196,7 +197,12 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     kernels, files = {}, {}
     with tempfile.TemporaryDirectory(prefix="attncc-build-") as work_dir:
         for name, make, *part in parts:
-            kernels[name], made = make(*part, work_dir)
+            try:
+                kernels[name], made = make(*part, work_dir)
+            except DoesNotFit:
+                if not ahead or name != config.name:
+                    raise
+                continue  # the choice was left to us: keys always go through the pre-pass
             files |= made
     return _manifest(src, written, special, options, kernels), files
 
@@ -380,12 +386,20 @@ def refuse(variant: Variant, options: Options) -> None:
     """AttnError for every part of a specialized variant that kernels can't honour, or that head dims make wrong, with
     where it stands."""
     from attncc.codegen.limits import refused
+
+    raise_all([*refused(variant, options.layout), *misfitting(variant, options)])
+
+
+def misfitting(variant: Variant, options: Options) -> list[Diagnostic]:
+    """What head dims make wrong with a specialized variant."""
     from attncc.codegen.vectors import misfits
 
     src = variant.source or Source(variant.name, "")
     head_dims = {"d": options.head_dim_qk, "e": options.head_dim_vo}
-    problems = refused(variant, options.layout)
-    problems += [Diagnostic(message, src, rope.span, hint) for rope, message, hint in misfits(variant, head_dims)]
+    return [Diagnostic(message, src, rope.span, hint) for rope, message, hint in misfits(variant, head_dims)]
+
+
+def raise_all(problems: list[Diagnostic]) -> None:
     if problems:
         raise AttnError(problems)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,18 +51,19 @@ class Inputs:
 
 def random_inputs(
     variant: Variant, shape: Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int,
-    given: dict[str, object] | None = None,
+    given: dict[str, object] | None = None, const: Mapping[str, object] | None = None,
 ) -> Inputs:  # fmt: skip
     """q, k, v of `dtype` and every parameter of `variant`, drawn on `device` from `seed`.
 
-    Parameters take `given`; scalars else their default, else a value that suits the lengths.  Float tensors are
+    Parameters take `given`; scalars else their default, else a value that suits the lengths.  `const`: values of const
+    parameters.  Float tensors are
     standard normal, `sorted` integers grow slowly, u32 are random bits, other integers are positions below kv_len, and
     the selection of a `domain` holds block numbers and some -1.
     """
     gen = torch.Generator(device).manual_seed(seed)
     q, k, v = _qkv(shape, (shape.batch, shape.qo_len), (shape.batch, shape.kv_len), dtype, gen)
     scalars, chosen = _scalars(variant, shape, given or {})
-    variant = _sized(variant, scalars)
+    variant = _sized(variant, {**(const or {}), **scalars})
     tensors = {t.name: _tensor(t, variant, shape, gen) for t in variant.tensors if t.name not in scalars}
     return Inputs(q, k, v, {**scalars, **tensors}, chosen)
 
@@ -165,6 +166,7 @@ def shorter(shape: Shape) -> list[tuple[int, int]]:
 def random_batch(
     variant: Variant, lengths: Sequence[tuple[int, int]], shape: Shape, *, dtype: torch.dtype,
     device: str | torch.device, seed: int, page_size: int | None = None, given: dict[str, object] | None = None,
+    const: Mapping[str, object] | None = None,
 ) -> Inputs:  # fmt: skip
     """As random_inputs, for requests of `lengths` (qo_len, kv_len) with the heads and head dims of `shape`; keys lie in
     pages of `page_size` rows, or ragged where that is None.  Raises ValueError for a page size that compile refuses."""
@@ -173,7 +175,7 @@ def random_batch(
     longest = replace(shape, batch=len(qo), qo_len=max(qo, default=0), kv_len=max(kv, default=0))
     q, k, v = _qkv(shape, (sum(qo),), (sum(kv),), dtype, gen)
     scalars, chosen = _scalars(variant, longest, given or {})
-    params, variant = dict(scalars), _sized(variant, scalars)
+    params, variant = dict(scalars), _sized(variant, {**(const or {}), **scalars})
     for t in variant.tensors:
         dims = tuple({"iq": sum(qo), "j": sum(kv)}.get(str(dim), dim) for dim in t.dims)
         params[t.name] = _tensor(replace(t, dims=dims), variant, longest, gen)

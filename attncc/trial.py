@@ -47,14 +47,16 @@ def trial(
     """
     options = {**options, "dtype": FLOATS[options["dtype"]]}
     drawn: dict[str, Any] = {
-        "dtype": options["dtype"], "device": "cuda" if backend == "cuda" else "cpu", "seed": seed, "given": given
+        "dtype": options["dtype"], "device": "cuda" if backend == "cuda" else "cpu", "seed": seed, "given": given,
+        "const": options["const"],
     }  # fmt: skip
+    reference = compiler.reference(source, **options)  # says what is wrong with the options
     if options["layout"] == "dense":
         inputs = random_inputs(variant, shape, **drawn)
     else:
         lengths = [(shape.qo_len, shape.kv_len)] * shape.batch + shorter(shape)
         inputs = random_batch(variant, lengths, shape, page_size=options["page_size"], **drawn)
-    oracle = on_reference(compiler.reference(source, **options), inputs)
+    oracle = on_reference(reference, inputs)
     if backend == "cuda":
         function = on_kernel(compiler.compile(source, **options), inputs)
     else:

@@ -228,6 +228,18 @@ def test_run_shows_emitted_tensors() -> None:
     assert "emit     row_max" in shown and "emit     head_max" in shown
 
 
+@pytest.mark.parametrize("layout", ["dense", "ragged"])
+def test_run_with_blocks_of_a_const_size(layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "listed.attn"
+    path.write_text(
+        "attention listed(n: const i32):\n    tensor sel[iq, top]: i32\n    domain = blocks(sel[iq, :], size = n)\n"
+    )
+    call = ["run", str(path), "--backend", "reference", "--qo", "4", "--kv", "9", "--head-dim", "8", "--layout", layout]
+    assert "listed: ok" in attncc(*call, "--const", "n=2").stdout
+    assert "n: listed needs this i32 parameter" in attncc(*call, code=1).stderr
+    assert "the size of a block is at least 1" in attncc(*call, "--const", "n=0", code=1).stderr
+
+
 def test_run_where_the_reference_itself_is_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "huge.attn"
     path.write_text("attention huge(x: f32 = -1.0):\n    mask = j <= i\n    epilogue = o / 0.0 if iq == 1 else o\n")

@@ -71,6 +71,7 @@ def builds(monkeypatch):
 
     module = ModuleType("attncc.codegen.build")
     module.build = build  # type: ignore[attr-defined]
+    module.DoesNotFit = type("DoesNotFit", (RuntimeError,), {})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "attncc.codegen.build", module)
     return calls
 
@@ -326,11 +327,38 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("body", MISFITS)
-def test_a_rope_that_does_not_fit_the_head_dims_is_refused(builds, body):
+@pytest.mark.parametrize("call", [attncc.compile, attncc.reference])
+def test_a_rope_that_does_not_fit_the_head_dims_is_refused(builds, call, body):
     with pytest.raises(AttnError) as e:
-        attncc.compile(f"attention x():\n    {body}\n", head_dim=64)
+        call(f"attention x():\n    {body}\n", head_dim=64)
     assert [d.message for d in e.value.diagnostics] == [MISFITS[body]]
     assert builds == []
+
+
+def test_transforms_that_do_not_fit_into_the_kernel_are_left_to_the_pre_pass(builds, monkeypatch):
+    from attncc.codegen import prepass
+
+    module: Any = sys.modules["attncc.codegen.build"]
+    whole = module.build
+
+    def build(emitted, config, work_dir):
+        if config.f_k:
+            raise module.DoesNotFit("spills")
+        return whole(emitted, config, work_dir)
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(prepass, "build", lambda *_: ({}, {}))
+    source = compiler.Source.of("attention x():\n    f_k = rope(k, j)\n")
+
+    def kernels(keys, chosen):
+        page_size = 16 if keys == "paged" else None
+        options = compiler._options(64, None, "bf16", None, keys, page_size, "sm_90a", chosen)
+        return list(compiler.built(source, None, options)[0]["kernels"])
+
+    assert kernels("dense", None) == kernels("ragged", None) == kernels("dense", True) == ["prepared", "prepass"]
+    for keys, chosen in (("dense", False), ("paged", None)):
+        with pytest.raises(module.DoesNotFit):
+            kernels(keys, chosen)
 
 
 def test_everything_refused_is_said_at_once(builds):

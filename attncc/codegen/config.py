@@ -122,12 +122,17 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, int]:
         # Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
-        # one by one, and looking pages up, or the factors of keys, takes the producers more than 24; both take more than
-        # 56.
-        looks = self.served or bool(self.key_factor or self.weight_factor) and not self.factors_by_row
+        # one by one takes the producers more than 24, as do pages or factors of keys to be looked up; both take more
+        # than 56.
+        looks = self.served or self.shelved
         return {
             (True, False): (24, 240), (True, True): (40, 232), (False, False): (56, 224), (False, True): (88, 208),
         }[self.counted, looks]  # fmt: skip
+
+    @property
+    def shelved(self) -> bool:
+        """Are factors of keys in shared memory, where the producers put them?"""
+        return bool(self.key_factor or self.weight_factor) and not self.factors_by_row
 
     def narrower(self) -> KernelConfig | None:
         """The same kernel with fewer keys a block, and so fewer registers; None where it can't get smaller."""

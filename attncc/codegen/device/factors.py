@@ -4,8 +4,8 @@ Who fills the slots of V puts the factors of a block's keys into shared memory b
 they are wanted earlier, and are done with as soon as there are weights (given back with V, they came too late to a
 warpgroup that was ahead of the other).  So they have a ring of their own, with as many slots, at the same places.
 
-A thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes such
-a line of the other factor, if there are two.
+A thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes
+such a line of the other factor, if there are two.
 
 Where the rows of a packed tile may differ in their keys' factors, each thread computes its own.
 
@@ -36,20 +36,15 @@ def used(p) -> int:
     return bool(p.key_factor) + p.weight_factor
 
 
-def kept(p) -> bool:
-    """Are factors in shared memory?"""
-    return used(p) > 0 and not p.factors_by_row
-
-
 def factor_barriers(p) -> int:
-    return 2 * p.v_stages if kept(p) else 0
+    return 2 * p.v_stages if p.shelved else 0
 
 
 def allocate_shelf(p, smem, barriers) -> Shelf:
     base = Int32(0)
-    if kept(p):
+    if p.shelved:
         base = smem.allocate_array(Float32, p.v_stages * used(p) * p.tile_kv, byte_alignment=16).toint()
-    return Shelf(base, Ring(barriers, p.v_stages if kept(p) else 0))
+    return Shelf(base, Ring(barriers, p.v_stages if p.shelved else 0))
 
 
 def factors(p, fn, env, where, there) -> tuple:
@@ -62,7 +57,7 @@ def compute_factors(p, fn, env, first, stop, who=0, team: int = 1) -> tuple:
     """A lane's share of the factors of a block whose first key has place `first`; from `stop` on there are none.
     `team` warps share them, of which this is the `who`-th."""
     found: tuple = ()
-    if kept(p):
+    if p.shelved:
         for k in range(-(-p.tile_kv // (32 * team))):
             at = first + own_column(k, who, team)
             found = (*found, factors(p, fn, env, key_position(p, env, at, stop), at < stop))
@@ -75,7 +70,7 @@ def own_column(k: int, who, team: int):
 
 def put_factors(p, shelf: Shelf, slot, phase, found: tuple, who=0, team: int = 1) -> None:
     """... into a slot, when it is free.  Predicates, no branches: see `arrive`."""
-    if not kept(p):
+    if not p.shelved:
         return
     cute.arch.mbarrier_wait(shelf.ring.empty + slot, phase)
     for k, values in enumerate(found):
@@ -97,7 +92,7 @@ def put_factors(p, shelf: Shelf, slot, phase, found: tuple, who=0, team: int = 1
 def wait_factors(p: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, phase: Int32, line: Int32):
     """Where this thread's factors of a block lie, once they are there; `line`: of the block, its columns' first."""
     found = Int32(0)
-    if const_expr(kept(p)):
+    if const_expr(p.shelved):
         cute.arch.mbarrier_wait(shelf.ring.full + slot, phase)
         found = shelf.base + (slot * p.tile_kv + line * LINE) * (used(p) * 4) + (cute.arch.lane_idx() % 4) * 16
     return found
@@ -105,7 +100,7 @@ def wait_factors(p: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, ph
 
 def give_back_factors(p, shelf: Shelf, slot, lead, count=1) -> None:
     """This warp needs them no more; it counts for `count`."""
-    if kept(p):
+    if p.shelved:
         release_for(shelf.ring, slot, lead, Int32(count))
 
 

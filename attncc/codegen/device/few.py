@@ -163,9 +163,9 @@ def give_back(ring, ready, at, slot, lead) -> None:
 
 @cute.jit
 def attend_few(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready, shelf: cutlass.Constexpr,
-    k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32, v_base: Int32, start: Int32,
-    lead, group: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, acc_o, O, state, tile, item, tags, ready,
+    shelf: cutlass.Constexpr, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32,
+    v_base: Int32, start: Int32, lead, group: Int32,
 ):  # fmt: skip
     """This warp's keys of all blocks of an item, whose first is the CTA's `start`-th."""
     mine = const_expr(replace(p, tile_kv=KEYS))

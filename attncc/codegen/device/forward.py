@@ -70,9 +70,11 @@ def issue_values(p, O, rP, rV):
 
 
 @cute.jit
-def weights(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, factors_at, first: cutlass.Constexpr):
-    """P from S, and what emits reduce; `factors_at`: where the factors of the block's keys lie.  True if O must be rescaled by
-    state.grow."""
+def weights(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, block, factors_at, first: cutlass.Constexpr
+):  # fmt: skip
+    """P from S, and what emits reduce; `factors_at`: where the factors of the block's keys lie.  True if O must be
+    rescaled by state.grow."""
     observe(p, fn, S, state, tile, block.col0, block.masked)
     stale = Boolean(False)
     if const_expr(p.scan == "none"):
@@ -365,15 +367,10 @@ def host(
 ):
     """q, k, o: (s, d, h, b); v: (d, s, h, b).  Only builds the copy atoms; never run."""
     load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-    one = (None, None, 0)
-    aq, _ = cpasync.make_tiled_tma_atom(load, q, cute.slice_(rows_layout(p, 64, p.tile_qk, 1), one), (64, p.tile_qk))
-    ak, _ = cpasync.make_tiled_tma_atom(
-        load, k, cute.slice_(rows_layout(p, p.tile_kv, p.tile_qk, 1), one), (p.tile_kv, p.tile_qk)
-    )
-    av, _ = cpasync.make_tiled_tma_atom(
-        load, v, cute.slice_(cols_layout(p, p.tile_vo, p.tile_kv, 1), one), (p.tile_vo, p.tile_kv)
-    )
-    ao, _ = cpasync.make_tiled_tma_atom(save, o, cute.slice_(rows_layout(p, 64, p.stage_vo, 1), one), (64, p.stage_vo))
+    aq, _ = cpasync.make_tiled_tma_atom(load, q, rows_layout(p, 64, p.tile_qk), (64, p.tile_qk))
+    ak, _ = cpasync.make_tiled_tma_atom(load, k, rows_layout(p, p.tile_kv, p.tile_qk), (p.tile_kv, p.tile_qk))
+    av, _ = cpasync.make_tiled_tma_atom(load, v, cols_layout(p, p.tile_vo, p.tile_kv), (p.tile_vo, p.tile_kv))
+    ao, _ = cpasync.make_tiled_tma_atom(save, o, rows_layout(p, 64, p.stage_vo), (64, p.stage_vo))
     kernel(aq, ak, av, ao, lse, tickets, values, p, fn).launch(
         grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
     )

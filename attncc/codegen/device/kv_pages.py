@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from .factors import compute_factors, kept, put_factors
+from .factors import compute_factors, put_factors
 from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
 from .packed import Holes, Load, Offset, Owner, env_of, kept_word, lines_of, peek
@@ -259,7 +259,7 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
 def key_env(p, items, it, item, lists, sizes):
     """What factors of keys are computed from: nothing of a request, nor of a query head."""
     nobody = Owner(Int32(0), Int32(0), Int32(0), Int32(0))
-    offset = peek(Offset, items, it).offset if kept(p) else Int32(0)
+    offset = peek(Offset, items, it).offset if p.shelved else Int32(0)
     return env_of(nobody, Int32(0), item.g, offset, item.keys, item.table, lists, sizes)
 
 
@@ -269,8 +269,8 @@ def factors_of(p, fn, env, n, who=0, team: int = 1) -> tuple:
 
 
 def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
-    """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins; how
-    its keys see the call."""
+    """Wait for the next item: what to load, is there one, its blocks, how to go through them, where that begins, and
+    the environment of its keys."""
     cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
     cute.arch.griddepcontrol_wait()  # the schedule warp has waited already; this makes it true of this warp's copies
     item = peek(Load, items, it)

@@ -24,18 +24,18 @@ def panel_width(cols: int) -> int:
     return 64 if cols % 64 == 0 else 32
 
 
-def rows_layout(p, rows: int, cols: int, slots: int):
-    """`cols` contiguous, swizzled."""
+def rows_layout(p, rows: int, cols: int, *slots: int):
+    """`cols` contiguous, swizzled; of one tile, or of a number of them."""
     kind = ATOM.K_SW128 if cols % 64 == 0 else ATOM.K_SW64
     atom = warpgroup.make_smem_layout_atom(kind, element(p))
-    return cute.tile_to_shape(atom, (rows, cols, slots), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (rows, cols, *slots), order=(0, 1, 2)[: 2 + len(slots)])
 
 
-def cols_layout(p, rows: int, cols: int, slots: int):
+def cols_layout(p, rows: int, cols: int, *slots: int):
     """The same bytes seen as (rows contiguous, cols): V as the PV product wants it."""
     kind = ATOM.MN_SW128 if rows % 64 == 0 else ATOM.MN_SW64
     atom = warpgroup.make_smem_layout_atom(kind, element(p))
-    return cute.tile_to_shape(atom, (rows, cols, slots), order=(1, 0, 2))
+    return cute.tile_to_shape(atom, (rows, cols, *slots), order=(1, 0, 2)[: 2 + len(slots)])
 
 
 def allocate_tiles(p, smem):

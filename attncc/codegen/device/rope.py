@@ -135,9 +135,8 @@ def frequency(scaling: str, dims: int, values, pair):
 def cos_sin(address, position):
     """Of the angle at a position, whose fraction of a turn a position lies at a shared address."""
     fraction = cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
-    # bits 32 … 63 of position * fraction, where the position's sign counts as the lower half of the fraction; the upper
-    # 23 of them become the mantissa of a number from 1 to 2: a conversion would take the unit that has to make sines and
-    # cosines.  So a position of 0 turns by exactly 0.
+    # bits 32 … 63 of position * fraction (a negative position, unsigned, is 2^32 too much); the upper 23 of them become
+    # the mantissa of a number from 1 to 2: a conversion would take the unit that has to make sines and cosines
     angle = Float32(llvm.inline_asm(
         Float32.mlir_type, [fraction.ir_value(), Int32(position).ir_value()],
         "{ .reg .b32 low, high, part, sign; mov.b64 {low, high}, $1; shr.s32 sign, $2, 31;"

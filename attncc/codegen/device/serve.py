@@ -452,9 +452,9 @@ def host_boxes(
 ):  # fmt: skip
     """k: (row, d, head, page); v: (d, row, head, page).  Only builds the copy atoms; never run."""
     load = cpasync.CopyBulkTensorTileG2SOp()
-    lk, lv = rows_layout(p, p.chunk, p.tile_qk, 1), cols_layout(p, p.tile_vo, p.chunk, 1)
-    ak, _ = cpasync.make_tiled_tma_atom(load, k, cute.slice_(lk, (None, None, 0)), (p.chunk, p.tile_qk))
-    av, _ = cpasync.make_tiled_tma_atom(load, v, cute.slice_(lv, (None, None, 0)), (p.tile_vo, p.chunk))
+    lk, lv = rows_layout(p, p.chunk, p.tile_qk), cols_layout(p, p.tile_vo, p.chunk)
+    ak, _ = cpasync.make_tiled_tma_atom(load, k, lk, (p.chunk, p.tile_qk))
+    av, _ = cpasync.make_tiled_tma_atom(load, v, lv, (p.tile_vo, p.chunk))
     kernel(ak, av, q, out, lse, lists, values, p, fn).launch(
         grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1
     )

@@ -96,8 +96,8 @@ def late(p) -> bool:
 
 
 def multiply(p, fn, S, tile, col0, factors_at, done=False):
-    """Dot products by the factors of their keys; unless that is `done`.  (No branch: beside the one that hides scores it
-    would make ptxas call the loop divergent.)"""
+    """Dot products by the factors of their keys, unless that is `done`.  (No branch: beside the one that hides scores
+    it would make ptxas call the loop divergent.)"""
     by = Factors(p, fn, tile, col0, factors_at)
     for n in range(p.tile_kv // 8):
         for c in range(2):

@@ -101,7 +101,7 @@ def wait_factors(p: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, ph
 def give_back_factors(p, shelf: Shelf, slot, lead, count=1) -> None:
     """This warp needs them no more; it counts for `count`."""
     if p.shelved:
-        release_for(shelf.ring, slot, lead, count)
+        release_for(shelf.ring, slot, lead, Int32(count))
 
 
 class Factors:

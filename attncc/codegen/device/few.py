@@ -24,7 +24,7 @@ from .layout import by_row, panel_width, quad
 from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
-from .ring import release_for, ring_place, wait_block
+from .ring import release, ring_place, wait_block
 from .softmax import IDENTITY, chains, rescale
 from .vectors import plus
 
@@ -143,34 +143,22 @@ def transform_own(
 
 
 @cute.jit
-def pass_ready(ring: cutlass.Constexpr, ready, at: Int32, lead, count: cutlass.Constexpr):
+def pass_ready(ring: cutlass.Constexpr, ready, at: Int32, lead):
     """Nobody waits for `ready` here, but each use of a slot is a phase of it.  The one before has passed: a slot is
     filled again when all warps have come by here."""
     slot, phase = ring_place(ring.stages, at)
     cute.arch.mbarrier_wait(ready + slot, phase ^ 1)
-    say_ready(ready, slot, count, lead)
+    say_ready(ready, slot, 1, lead)
 
 
-def give_back(ring, ready, at, slot, lead, turns: int) -> None:
+def give_back(ring, ready, at, slot, lead) -> None:
     """A slot of which this warp has used its part.  `ready`: the barriers of slots that are transformed, else None."""
     if ready is not None:
         cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
     cute.arch.sync_warp()
     if ready is not None:
-        pass_ready(ring, ready, at, lead, turns)
-    release_for(ring, slot, lead, turns)
-
-
-def turns_of(p) -> int:
-    """How many teams of warps take an item's blocks in turn: the warpgroups, where one has warps for all keys of a
-    block.  Both meet at the end of every item, so what is said of skipped phases (serve.py) holds."""
-    return 2 if p.tile_kv <= KEYS * WARPS // 2 and p.k_stages >= 4 else 1
-
-
-def place_of(turns: int, warp):
-    """(this warp's team, its keys in a block)."""
-    each = WARPS // turns
-    return (0, warp) if turns == 1 else (warp // each, warp % each)
+        pass_ready(ring, ready, at, lead)
+    release(ring, slot, lead)
 
 
 @cute.jit
@@ -179,9 +167,7 @@ def attend_few(
     shelf: cutlass.Constexpr, k_ring: cutlass.Constexpr, v_ring: cutlass.Constexpr, q_base: Int32, k_base: Int32,
     v_base: Int32, start: Int32, lead, group: Int32,
 ):  # fmt: skip
-    """This warp's keys of all blocks of an item, or of its team's; the item's first is the CTA's `start`-th."""
-    turns = const_expr(turns_of(p))
-    number, group = place_of(turns, group)
+    """This warp's keys of all blocks of an item, whose first is the CTA's `start`-th."""
     mine = const_expr(replace(p, tile_kv=KEYS))
     c_in = (cute.arch.lane_idx() % 4) * 2
     acc_s = cute.make_rmem_tensor((8,), Float32)
@@ -189,8 +175,8 @@ def attend_few(
     P = cute.make_rmem_tensor((4,), Int32)
     queries = Queries(p, q_base)
     more_k, more_v = (eight_further(p, fn, x, turnings, cute.arch.lane_idx()) for x in "kv")
-    at, n = start + number, item.end - 1 - number
-    for _ in cutlass.range((item.end - item.begin - number + (turns - 1)) // turns, unroll=1):
+    at, n = start, item.end - 1
+    for _ in cutlass.range(item.end - item.begin, unroll=1):
         ks = wait_block(k_ring, at)
         block = block_of(p, tags, ks, item, n, c_in)
         left = item.offset + item.keys - (block.col0 - c_in)
@@ -199,14 +185,14 @@ def attend_few(
             transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group, more_k)
             keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
             scores_of_sixteen(p, acc_s, queries, keys)
-        give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead, turns)
+        give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
         stale = Boolean(False)
         own, own_phase = ring_place(p.v_stages, at)
         factors_at = wait_factors(p, shelf, own, own_phase, group)
         if group < p.tile_kv // KEYS:
             mine_of = Block(block.col0 + KEYS * group, block.masked)
             stale = weights(mine, fn, S, P, state, here, mine_of, factors_at, False)
-        give_back_factors(p, shelf, own, lead, turns)
+        give_back_factors(p, shelf, own, lead)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
             values = v_base + vs * (p.tile_kv * p.tile_vo * 2)
@@ -217,8 +203,8 @@ def attend_few(
             if stale:
                 rescale(O, p.tile_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))
-        give_back(v_ring, ready_of(p, ready, "v") if p.f_v else None, at, vs, lead, turns)
-        at, n = at + turns, n - turns
+        give_back(v_ring, ready_of(p, ready, "v") if p.f_v else None, at, vs, lead)
+        at, n = at + 1, n - 1
 
 
 @cute.jit

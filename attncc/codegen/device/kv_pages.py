@@ -18,7 +18,7 @@ from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
 from .packed import Holes, Load, Offset, Owner, env_of, kept_word, lines_of, peek
 from .ring import advance, is_lead, release
-from .schedule import Walk, next_block, trail_of
+from .schedule import Walk, first_chunk, next_block
 
 
 class Cache(NamedTuple):
@@ -177,14 +177,14 @@ def stream_boxes(
     live = True
     while live:
         item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
-        n, masked, trail = first
+        n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
             boxes = Boxes(p, what, atom, sB, item, sizes)
             places = look_up_box(p, item, n, lists, sizes)
             for k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places
-                n, masked, trail = following_block(p, fn, walk, n, masked, trail)
+                n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
                 places = look_up_box(p, item, n, lists, sizes)
                 if const_expr(what == "k"):
                     if k == cutlass.max(count - LEAD, 0):
@@ -211,7 +211,7 @@ def stream_rows(
     live = True
     while live:
         item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
-        n, masked, trail = first
+        n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         places = look_up_rows(p, item, n, who, lists, sizes)
         if count > 0:
@@ -219,7 +219,7 @@ def stream_rows(
             fill_rows(p, "k", k_base, k, k_ring, ks, kph, places, item.g, left, tags, tag, who)
             ks, kph = advance(k_ring.stages, ks, kph)
         last, last_places = n, places
-        n, masked, trail = following_block(p, fn, walk, n, masked, trail)
+        n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
         places = look_up_rows(p, item, n, who, lists, sizes)
         if live:
             gather_queries(p, q, sQ, q_ring, qs, qph, item, sizes, who, TEAM)
@@ -233,7 +233,7 @@ def stream_rows(
                 want(wanted, lead)
             now, now_places = last, last_places
             last, last_places = n, places
-            n, masked, trail = following_block(p, fn, walk, n, masked, trail)
+            n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
             put_factors(p, shelf, vs, vph, factors_of(p, fn, env, now, who, TEAM), who, TEAM)
@@ -284,22 +284,21 @@ def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
 
 @cute.jit
 def first_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, item):
-    """(block, masked, trail) of an item's last block; a trail only where there is a walk."""
-    n, masked, trail = cutlass.max(item.end - 1, 0), Int32(0), Int32(0)
+    """(block, masked, and the walk's state) of an item's last block."""
+    n, masked, chunk, seen, clear = cutlass.max(item.end - 1, 0), Int32(0), Int32(0), Int32(0), Int32(0)
     if const_expr(not p.counted):
-        trail = trail_of(p, walk)
         if item.end > 0:
-            n, masked, trail = next_block(p, fn, walk, trail)
-    return n, masked, trail
+            n, masked, chunk, seen, clear = next_block(p, fn, walk, first_chunk(p, walk), seen, clear)
+    return n, masked, chunk, seen, clear
 
 
 @cute.jit
-def following_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, n, masked, trail):
+def following_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, n, masked, chunk, seen, clear):
     if const_expr(p.counted):
         n = cutlass.max(n - 1, 0)
     else:
-        n, masked, trail = next_block(p, fn, walk, trail)
-    return n, masked, trail
+        n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
+    return n, masked, chunk, seen, clear
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from .factors import compute_factors, put_factors
 from .functors import Env
 from .layout import coords
 from .ring import advance, fill, fill_tagged, is_lead
-from .schedule import next_block, take, trail_of, walk_of
+from .schedule import first_chunk, next_block, take, walk_of
 
 
 def factors_of(p, fn, env, n) -> tuple:
@@ -76,9 +76,9 @@ def stream(
                 slot, phase = advance(ring.stages, slot, phase)
         else:
             walk = walk_of(p, fn, here, m)
-            trail = trail_of(p, walk)
+            chunk, seen, clear = first_chunk(p, walk), Int32(0), Int32(0)
             for _j in cutlass.range(end, unroll=1):
-                n, masked, trail = next_block(p, fn, walk, trail)
+                n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
                 if const_expr(what == "k"):
                     fill_tagged(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot], tags, 2 * n + masked)
                 else:

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
 
-from .functors import block_keys, highest_bit, line_of, prefix
+from .functors import block_keys, line_of, prefix
 
 
 class Lines(NamedTuple):
@@ -40,67 +40,32 @@ def line_word(address, ok):
     return Int32(llvm.inline_asm(Int32.mlir_type, arguments, asm, "=r,l,r", has_side_effects=False))
 
 
-class Held(NamedTuple):
-    """Words low … low + 31 of a tile's lines, a lane a word: what any row lists, and what all do."""
-
-    low: Any
-    union: Any
-    common: Any
-
-
-NOTHING = -64  # `low` of no words
+def redux(op: str, word):
+    """A word of all lanes together."""
+    return cute.arch.inline_ptx(
+        f"redux.sync.{op}.b32 {{$w0}}, {{$r0}}, 0xffffffff;", write_only_types=[Int32], read_only_args=[word]
+    )
 
 
 @cute.jit
-def hold(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, high: Int32):
-    """The words up to `high`, of all rows.  Where they are few, lanes of the same word share the rows out."""
-    lane, low = cute.arch.lane_idx(), cutlass.max(high - 31, 0)
-    count = high - low + 1
-    shift = highest_bit(2 * count - 1)
-    team = Int32(32) >> shift
-    at = Int64(low + cutlass.min(lane & ((1 << shift) - 1), count - 1)) * 4
-    union, common = Int32(0), Int32(-1)
-    for k in cutlass.range((walk.lines.count + team - 1) // team, unroll=4):
-        n = walk.lines.first + cutlass.min(k * team + (lane >> shift), walk.lines.count - 1)
-        word = line_word(line_at(p, fn, walk.env, n) + at, True)
-        union, common = union | word, common & word
-    for n in cutlass.range_constexpr(5):
-        apart = n >= shift  # 1 << n lanes further stands the same word
-        others = [cute.arch.shuffle_sync_bfly(x, offset=1 << n) for x in (union, common)]
-        union = union | cutlass.select_(apart, others[0], Int32(0))
-        common = common & cutlass.select_(apart, others[1], Int32(-1))
-    return Held(low, union, common)
-
-
-def words_of_block(p, size):
-    """How many words the listed blocks of a block of keys may lie in."""
-    if not p.list_block:
-        return Int32(Uint32(p.tile_kv - 1) // size >> 5) + 2
-    return 1 if in_step(p) and 32 % touched(p) == 0 else (touched(p) - 2) // 32 + 2
-
-
-@cute.jit
-def asked(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, held, start: Int32, stop: Int32, j0: Int32, j1: Int32):
-    """(does any row of the tile list a block that this lane's keys j0 … j1 lie in, do all rows list all of them, the
-    words then held).  The lanes' keys together are start … stop - 1; all of these are positions."""
-    size = block_keys(fn, walk.env)
+def asked(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, start: Int32, stop: Int32, j0: Int32, j1: Int32):
+    """(does any row of the tile list a block that this lane's keys j0 … j1 lie in, do all rows list all of them).  The
+    lanes' keys together are start … stop - 1; all of these are positions."""
+    size, lane = block_keys(fn, walk.env), cute.arch.lane_idx()
     first, last = Int32(Uint32(j0) // size), Int32(Uint32(j1) // size)
-    bottom, top = Int32(Uint32(start) // size) >> 5, Int32(Uint32(stop - 1) // size) >> 5
     some, every = Boolean(False), Boolean(True)
-    for k in cutlass.range(((top - bottom) >> 5) + 1, unroll=1):
-        high = top - 32 * k
-        lowest = cutlass.max(high - 31, bottom)
-        if (lowest < held.low) | (high > held.low + 31):
-            held = hold(p, fn, walk, high)
-        for n in cutlass.range(words_of_block(p, size), unroll=1):
-            w = (first >> 5) + n
-            union, common = (cute.arch.shuffle_sync(x, (w - held.low) & 31) for x in (held.union, held.common))
-            begin, end = cutlass.max(first - 32 * w, 0), cutlass.min(last - 32 * w, 31)
-            inside = (w >= lowest) & (w <= high) & (begin <= end)
-            mine = cutlass.select_(inside, ((Int32(2) << (end & 31)) - 1) & -(Int32(1) << (begin & 31)), Int32(0))
-            some = some | ((union & mine) != 0)
-            every = every & ((common & mine) == mine)
-    return some, every, held
+    for w in cutlass.range(Int32(Uint32(start) // size) >> 5, (Int32(Uint32(stop - 1) // size) >> 5) + 1, unroll=1):
+        union, common = Int32(0), Int32(-1)
+        for k in cutlass.range((walk.lines.count + 31) // 32, unroll=1):  # a lane a row
+            n = walk.lines.first + cutlass.min(32 * k + lane, walk.lines.count - 1)
+            word = line_word(line_at(p, fn, walk.env, n) + Int64(w) * 4, True)
+            union, common = union | word, common & word
+        union, common = redux("or", union), redux("and", common)
+        low, high = cutlass.max(first - 32 * w, 0), cutlass.min(last - 32 * w, 31)
+        mine = cutlass.select_(low <= high, ((Int32(2) << (high & 31)) - 1) & -(Int32(1) << (low & 31)), Int32(0))
+        some = some | ((union & mine) != 0)
+        every = every & ((common & mine) == mine)
+    return some, every
 
 
 # ------------------------------------------------------------------------------------- scores

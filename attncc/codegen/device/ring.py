@@ -63,12 +63,9 @@ def release(ring: Ring, slot, lead) -> None:
 
 def release_for(ring: Ring, slot, lead, count) -> None:
     """As `release`, counted `count` times: for the warps of another warpgroup, too."""
-    if isinstance(count, int) and count == 1:
-        release(ring, slot, lead)
-        return
     bar = ring.empty + slot
     cute.arch.inline_ptx(
-        "mbarrier.arrive.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[bar.toint(), Int32(count)], predicate=lead
+        "mbarrier.arrive.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[bar.toint(), count], predicate=lead
     )
 
 

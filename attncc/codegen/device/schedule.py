@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import Env, classify_tile, highest_bit, tile_bounds
-from .lists import NOTHING, Held, Lines, asked
+from .lists import Lines, asked
 from .ring import advance, release, warp_uniform
 
 ITEM_STAGES = 2
@@ -82,28 +82,8 @@ def walk_of(p, fn, env, m) -> Walk:
     return Walk(env, i0, i1, *tile_bounds(fn, env, i0, i1), Int32(0), env.kv_len, Boolean(True), lines)
 
 
-class Trail(NamedTuple):
-    """How far a walk has come: the chunk of 32 blocks, which of its blocks are visible and still to come, which of them
-    need no mask; and words of lists."""
-
-    chunk: Any
-    seen: Any
-    clear: Any
-    held: Held
-
-
-def trail_of(p, walk) -> Trail:
-    """At the beginning of a walk."""
-    return Trail(first_chunk(p, walk), Int32(0), Int32(0), nothing_held())
-
-
-def nothing_held() -> Held:
-    return Held(Int32(NOTHING), Int32(0), Int32(0))
-
-
-def ballots(p, fn, walk, chunk, held):
-    """One block a lane: which of blocks 32 chunk … 32 chunk + 31 are visible at all, and which without a mask; and what
-    is then held."""
+def ballots(p, fn, walk, chunk):
+    """One block a lane: which of blocks 32 chunk … 32 chunk + 31 are visible at all, and which without a mask."""
     start = (chunk * 32 + cute.arch.lane_idx()) * p.tile_kv
     # blocks past the keys count as their last key: what is asked of a block may read memory
     j0 = cutlass.min(start, walk.keys - 1)
@@ -115,32 +95,29 @@ def ballots(p, fn, walk, chunk, held):
     if p.walks_lists:
         begin = walk.offset + chunk * 32 * p.tile_kv
         end = cutlass.min(begin + 32 * p.tile_kv, walk.offset + walk.keys)
-        some, every, held = asked(p, fn, walk, held, begin, end, j0 + walk.offset, j1 + walk.offset)
+        some, every = asked(p, fn, walk, begin, end, j0 + walk.offset, j1 + walk.offset)
         seen, clear = Boolean(seen & some), clear & every
-    whole = start + p.tile_kv <= walk.keys
-    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & whole), held
+    return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (start + p.tile_kv <= walk.keys))
 
 
 @cute.jit
 def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
-    count, held = Int32(0), nothing_held()
-    chunks = first_chunk(p, walk) - last_chunk(p, walk)
-    for k in cutlass.range(chunks, unroll=1):
-        seen, _, held = ballots(p, fn, walk, first_chunk(p, walk) - 1 - k, held)
+    count = Int32(0)
+    for c in cutlass.range(last_chunk(p, walk), first_chunk(p, walk), unroll=1):
+        seen, _ = ballots(p, fn, walk, c)
         count = count + cute.arch.popc(seen)
     return count
 
 
 @cute.jit
-def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, trail):
-    """The highest block not yet visited; (block, masked, trail).  Past the last one: block 0, masked."""
-    chunk, seen, clear, held = trail
+def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, seen: Int32, clear: Int32):
+    """The highest block not yet visited; (block, masked, chunk, seen, clear).  Past the last one: block 0, masked."""
     while (seen == 0) & (chunk > last_chunk(p, walk)):
         chunk = chunk - 1
-        seen, clear, held = ballots(p, fn, walk, chunk, held)
+        seen, clear = ballots(p, fn, walk, chunk)
     top = cutlass.select_(seen == 0, Int32(0), highest_bit(seen))
     masked = ((clear >> top) & 1) ^ 1
-    return chunk * 32 + top, masked, Trail(chunk, seen & ~(1 << top), clear, held)
+    return chunk * 32 + top, masked, chunk, seen & ~(1 << top), clear
 
 
 def first_chunk(p, walk):

@@ -59,7 +59,7 @@ class KernelConfig:
     f_q: bool
     epilogue: bool
     turnings: tuple[tuple[str, int], ...]  # scaling and turned features of each table of frequencies (vectors.py)
-    features: tuple[int, ...]  # entries of each table of what f_k or f_v knows of a feature alone (vectors.py)
+    features: tuple[int, ...]  # entries of each table of what is known of a feature alone (vectors.py)
     key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
     weight_factor: bool  # a key has a factor of its weight
     factors_by_row: bool  # ... and these differ between the rows of a packed tile

@@ -81,12 +81,11 @@ def turnings(variant: Variant, head_dims: dict[str, int]) -> list[Turning]:
 
 
 def feature_values(variant: Variant) -> list[tuple[str, Expr]]:
-    """(space, value) of what f_k and f_v read that depends on the feature alone: the largest such parts, each once."""
-    found: list[tuple[str, Expr]] = []
-    for slot in used_slots(variant):
-        if slot in ("f_k", "f_v"):
-            space = SLOTS[slot][1]
-            found += ((space, e) for e in largest(getattr(variant, slot), lambda e, s=space: of_feature(e, s)))
+    """(space, value) of what the vector slots read that depends on the feature alone: the largest such parts, each
+    once, those first that are asked for with every key."""
+    slots = sorted(used_slots(variant), key=lambda slot: slot not in ("f_k", "f_v"))
+    spaces = [(slot, SLOTS[slot][1]) for slot in slots]
+    found = [(s, e) for slot, s in spaces for e in largest(getattr(variant, slot), lambda e, s=s: of_feature(e, s))]
     return list(dict.fromkeys(found))
 
 

@@ -1,4 +1,4 @@
-"""Tables in shared memory of what f_k and f_v know of a feature alone, such as the weights of a norm.
+"""Tables in shared memory of what the vector slots know of a feature alone, such as the weights of a norm.
 
 A CTA computes them once: read from memory for every row, an eighth of all instructions would be 64-bit addresses.
 They follow the tables of frequencies, a word for every feature.

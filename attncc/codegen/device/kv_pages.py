@@ -189,9 +189,9 @@ def stream_boxes(
                 if const_expr(what == "k"):
                     if k == cutlass.max(count - LEAD, 0):
                         want(wanted, lead)
-                if const_expr(what == "v"):
-                    put_factors(p, shelf, slot, phase, factors_of(p, fn, env, now))
                 fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
+                if const_expr(what == "v"):  # V first: factors are loaded, and waited for
+                    put_factors(p, shelf, slot, phase, factors_of(p, fn, env, now))
                 slot, phase = advance(ring.stages, slot, phase)
         elif const_expr(what == "k"):
             want(wanted, lead)
@@ -236,8 +236,8 @@ def stream_rows(
             n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
-            put_factors(p, shelf, vs, vph, factors_of(p, fn, env, now, who, TEAM), who, TEAM)
             fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
+            put_factors(p, shelf, vs, vph, factors_of(p, fn, env, now, who, TEAM), who, TEAM)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)

@@ -76,7 +76,7 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
         target = line_of(fn, env, iq)
         for w in cutlass.range(n - line * call.team, words, call.team, unroll=1):
             word = Int32(0)
-            for k in cutlass.range(count, unroll=4):
+            for k in cutlass.range(count, unroll=16):
                 bit = line_word(address + Int64(k) * Int64(stride) * 4, True) - 32 * w
                 word = word | cutlass.select_(Uint32(bit) < 32, Int32(1) << (bit & 31), Int32(0))
             cute.make_tensor(

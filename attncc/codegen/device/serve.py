@@ -356,9 +356,9 @@ def consume(
                     p, fn, turnings, frags, state, tile, item, tags, ready, shelf, k_ring, v_ring, q_slot,
                     start + number, number, lead, zero, t, w,
                 )  # fmt: skip
-        release(q_ring, q_slot, lead)
         # read and opened again: these are not kept in registers through the loop
         t, w = own_place()
+        release(q_ring, ring_place(p.q_stages, turn)[0] * p.warpgroups + w, lead)
         r_in = (t // 32) * 16 + (t % 32) // 4
         item = peek(Work, items, turn & (ITEM_STAGES - 1))
         few = item.rows <= FEW

@@ -6,7 +6,7 @@ A *step* is a sum over the features or a rope: each needs all features of its ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from attncc.ir.fold_vectors import weight_of
@@ -80,10 +80,11 @@ def turnings(variant: Variant, head_dims: dict[str, int]) -> list[Turning]:
     return list(dict.fromkeys(t for t in found if t is not None))
 
 
-def feature_values(variant: Variant) -> list[tuple[str, Expr]]:
-    """(space, value) of what f_k and f_v read that depends on the feature alone: the largest such parts, each once."""
+def feature_values(variant: Variant, slots: Iterable[str]) -> list[tuple[str, Expr]]:
+    """(space, value) of what f_k and f_v, where they are among `slots`, read that depends on the feature alone: the
+    largest such parts, each once."""
     found: list[tuple[str, Expr]] = []
-    for slot in used_slots(variant):
+    for slot in slots:
         if slot in ("f_k", "f_v"):
             space = SLOTS[slot][1]
             found += ((space, e) for e in largest(getattr(variant, slot), lambda e, s=space: of_feature(e, s)))

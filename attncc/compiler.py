@@ -13,7 +13,7 @@ import numbers
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attncc.diagnostics import AttnError, Diagnostic, Source
 
@@ -65,7 +65,8 @@ def compile(
     built now, "dense", or for BatchAttention "ragged", "paged" with pages of `page_size` rows, or "blocks" of
     `page_size` keys (plan_block_sparse); the others are built when they are asked for.  `prepass`: dense or ragged k
     and v go through f_k and f_v once, by a kernel of their own (True), in the attention kernel as often as it reads
-    them (False), or as each call, or plan, finds faster (None); caches in pages are never copied.
+    them (False), or as each call, or plan, finds faster (None); caches in pages are never copied.  What f_v makes of a
+    key must be finite even where the mask hides it, but for a factor in the attention kernel.
 
     Raises AttnError for what is wrong with the source or can't be done on the target, ValueError and TypeError for
     the other arguments.
@@ -158,8 +159,16 @@ def for_kernels(variant: Variant) -> Variant:
     return simplify(fold_vectors(variant))
 
 
-def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig]:
-    """The functor module of a specialized variant and the kernel it goes into.  AttnError where kernels can't."""
+class Generated(NamedTuple):
+    """The functor module of a variant, the kernel it goes into, and the variant as kernels have it (for_kernels)."""
+
+    emitted: Emitted
+    config: KernelConfig
+    variant: Variant
+
+
+def generated(variant: Variant, options: Options) -> Generated:
+    """Of a specialized variant.  AttnError where kernels can't."""
     from attncc.codegen import config, emit
 
     variant = for_kernels(variant)
@@ -168,30 +177,33 @@ def generated(variant: Variant, options: Options) -> tuple[Emitted, KernelConfig
         variant, head_dim_qk=options.head_dim_qk, head_dim_vo=options.head_dim_vo, dtype=options.dtype,
         layout=options.layout, page_size=options.page_size,
     )  # fmt: skip
-    return emit.emit(variant, chosen), chosen
+    return Generated(emit.emit(variant, chosen), chosen, variant)
 
 
 def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str, Any], dict[str, bytes]]:
     """(manifest, files) of a variant: the route from text to cubin."""
     written = _choose(variants(src), variant, src)
     special = specialized(written, options)
-    emitted, config = generated(special, options)
+    emitted, config, in_kernel = generated(special, options)
     import tempfile
 
     from attncc.codegen import listing, prepass
     from attncc.codegen.build import DoesNotFit, build
+    from attncc.ir.fold_vectors import of_keys
 
-    transforms = config.f_k or config.f_v
-    if options.prepass and not transforms:
+    slots = of_keys(special)
+    if options.prepass and not slots:
         raise ValueError(
-            f"prepass: expected None or False, since {written.name} transforms neither k nor v, found True"
+            f"prepass: expected None or False, since {written.name} transforms neither k nor v, and has no factor of "
+            f"each key, found True"
         )
-    ahead = transforms and options.prepass is not False and options.layout in prepass.LAYOUTS
+    ahead = slots and options.prepass is not False and options.layout in prepass.LAYOUTS
     parts: list[tuple[Any, ...]] = [] if ahead and options.prepass else [(config.name, build, emitted, config)]
     if ahead:
-        other, plain = generated(prepass.prepared(special, config), options)
+        other, plain, _ = generated(prepass.prepared(special, slots), options)
         plain = replace(plain, prepared=True)
-        parts += [(plain.name, build, other, plain), (prepass.NAME, prepass.build, emitted, config)]
+        parts.append((plain.name, build, other, plain))
+        parts.append((prepass.NAME, prepass.build, *prepass.generated(special, config, slots), slots))
     if config.lists_by:
         parts.append((listing.NAME, listing.build, emitted, config))
     kernels, files = {}, {}
@@ -204,7 +216,7 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
                     raise
                 continue  # the choice was left to us: keys always go through the pre-pass
             files |= made
-    return _manifest(src, written, special, options, kernels), files
+    return _manifest(src, written, special, in_kernel, options, kernels), files
 
 
 def _artifact(src: Source, variant: str | None, options: Options) -> Artifact:
@@ -244,7 +256,7 @@ def show(source: str | Path | Source, stage: str, *, variant: str | None = None,
     if stage in ("ir", "py"):
         special = specialized(_choose(variants(src), variant, src), chosen)
         if stage == "py":
-            return generated(special, chosen)[0].text
+            return generated(special, chosen).emitted.text
         from attncc.ir.text import print_variant
 
         return print_variant(special)
@@ -415,17 +427,19 @@ def _key(src: Source, variant: str | None, options: Options) -> str:
     return cache.key_of({"source": src.text, "variant": variant, "options": asdict(options), "schema": SCHEMA})
 
 
-def _manifest(src: Source, written: Variant, special: Variant, options: Options, kernels: dict) -> dict[str, Any]:
+def _manifest(
+    src: Source, written: Variant, special: Variant, in_kernel: Variant, options: Options, kernels: dict
+) -> dict[str, Any]:  # fmt: skip
     import hashlib
 
     from attncc import __version__
-    from attncc.codegen import vectors
+    from attncc.codegen import vectors, work
     from attncc.codegen.config import DSL_VERSION
     from attncc.codegen.emit_outputs import number_of
     from attncc.codegen.listing import described
     from attncc.ir.text import print_variant
 
-    served = {} if options.layout == "dense" else _served(special, options)
+    served = {} if options.layout == "dense" else _served(special, in_kernel, options)
     if special.domain is not None:
         served |= {"domain": described(special.domain)}
     columns = vectors.table_columns(special, {"d": options.head_dim_qk, "e": options.head_dim_vo})
@@ -440,7 +454,7 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
             "sha256": hashlib.sha256(src.text.encode()).hexdigest(), "ir": print_variant(special),
         },
         "head_dim_qk": options.head_dim_qk, "head_dim_vo": options.head_dim_vo, "dtype": options.dtype,
-        "layout": options.layout, **served, "scan": written.scan.kind,
+        "layout": options.layout, **served, "visible": work.visible(in_kernel), "scan": written.scan.kind,
         "const": {p.name: p.default for p in special.scalars if p.const},  # specialize left the values there
         "scalars": [
             {"name": p.name, "type": p.type.elem, "default": p.default} for p in written.scalars if not p.const
@@ -456,17 +470,17 @@ def _manifest(src: Source, written: Variant, special: Variant, options: Options,
     }  # fmt: skip
 
 
-def _served(special: Variant, options: Options) -> dict[str, Any]:
-    """What planning must know of a variant: which keys a run of rows can see, and what of their positions it reads."""
-    from attncc.codegen import vectors, work
+def _served(special: Variant, in_kernel: Variant, options: Options) -> dict[str, Any]:
+    """What planning must know of a variant beside what is visible: what of positions it reads, and what of a request
+    keys depend on where the kernel transforms them (a factor of a key is that of each row's own request)."""
+    from attncc.codegen import vectors
     from attncc.ir.nodes import leaves
 
-    in_kernel = for_kernels(special)  # a factor of a key is that of each row's own request
     transformed = [leaves(getattr(in_kernel, slot)) for slot in vectors.used_slots(in_kernel) if slot in ("f_k", "f_v")]
     reads = frozenset[str]().union(*(leaves(e) for _, e in special.expressions()))
     if special.domain is not None:
         reads = reads.union(*(leaves(e) for e in (*special.domain.index, special.domain.size) if e is not None), {"j"})
     return {
-        "page_size": options.page_size, "visible": work.visible(special), "positions": sorted(reads & POSITIONS),
+        "page_size": options.page_size, "positions": sorted(reads & POSITIONS),
         "keys_by_request": sorted(frozenset().union(*transformed) & OF_REQUEST),
     }  # fmt: skip

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from attncc.diagnostics import NOWHERE
-from attncc.ir.fold_vectors import fold_vectors, weight_of
-from attncc.ir.nodes import SLOT_DEFAULTS, Expr, Load, Param, Variant, objects
+from attncc.ir.fold_vectors import of_keys
+from attncc.ir.nodes import Expr, Load, Param, Variant, objects
 from attncc.ir.ranges import TileRanges, tile_ranges
 from attncc.ir.ranges_clauses import whole_mask
-from attncc.runtime import routes
 
 if TYPE_CHECKING:
     import numpy as np
 
 COLUMNS, ROWS = 64, 32  # of the text map, at most
-EXAMPLE_HEADS, EXAMPLE_SMS = (32, 8), 132  # of a call whose f_k and f_v are weighed
+EXAMPLE_HEADS, EXAMPLE_DIM, EXAMPLE_SMS = (32, 8), 128, 132  # of a call whose f_k and f_v are weighed
 GLYPHS = {"empty": "·", "partial": "▒", "full": "█"}
 COLOURS = {"empty": "#eceff1", "partial": "#ffb74d", "full": "#1565c0"}
 
@@ -92,31 +91,33 @@ class Explanation:
 
     def _keys(self) -> list[str]:
         """What f_k and f_v cost, and which way a call would go."""
-        v = fold_vectors(self.variant)
-        slots = ["f_k"] * (v.f_k != SLOT_DEFAULTS["f_k"]) + ["f_v"] * (
-            weight_of(v) is None and v.f_v != SLOT_DEFAULTS["f_v"]
-        )
+        from attncc.codegen.work import visible
+        from attncc.compiler import Options, specialized
+        from attncc.runtime import routes
+        from attncc.runtime.visible import Visible
+
+        if not of_keys(self.variant):
+            return []
+        const = {p.name: self.values[p.name] for p in self.variant.scalars if p.const}
+        v = specialized(self.variant, Options(EXAMPLE_DIM, EXAMPLE_DIM, "bf16", "dense", None, "sm_90a", const))
+        slots, (heads, kv_heads) = of_keys(v), EXAMPLE_HEADS
         if not slots:
             return []
-        last = self.kv_len - (self.classes.shape[1] - 1) * self.tile_kv  # keys of the last tile
-        shown = (self.classes > 0).sum(axis=0)
-        visited = int(shown[:-1].sum()) * self.tile_kv + int(shown[-1]) * last
-        features, (heads, kv_heads), sms = 128 * len(slots), EXAMPLE_HEADS, EXAMPLE_SMS
-        keys, counted = kv_heads * self.kv_len, routes.dense_reads(self.tile_q, 1, self.qo_len, self.kv_len, heads)
-        found, chosen = (
-            routes.costs(keys=keys, reads=reads, features=features, sm_count=sms)
-            for reads in (heads * visited, counted)
-        )
-        better, taken = ("a pre-pass" if c.prepass < c.fused else "the kernel" for c in (found, chosen))
-        lines = [
-            f"{' and '.join(slots)}: each key is read {visited / self.kv_len:.1f} times a query head",
-            f"of {features} features for {heads} heads over {kv_heads} on {sms} SMs: {1e6 * found.fused:.1f} µs in the "
-            f"kernel, {1e6 * found.prepass:.1f} µs by a pre-pass",
-            f"left to the call, dense or ragged keys go through {taken}; pages always through the kernel",
+        bounds = Visible(visible(v)).bind({**self.values, "group_size": heads // kv_heads})
+        reads = routes.dense_reads((self.tile_q, self.tile_kv), 1, self.qo_len, self.kv_len, heads, bounds)
+        factors = [EXAMPLE_DIM] * sum(slots.values())
+        found = routes.costs(
+            keys=kv_heads * self.kv_len, reads=reads, features=EXAMPLE_DIM * len(slots) - sum(factors), factors=factors,
+            sm_count=EXAMPLE_SMS,
+        )  # fmt: skip
+        named = [f"{slot} (a factor)" if folded else slot for slot, folded in slots.items()]
+        return [
+            f"{' and '.join(named)}: each key is read {reads / heads / self.kv_len:.1f} times a query head",
+            f"of {EXAMPLE_DIM} features for {heads} heads over {kv_heads} on {EXAMPLE_SMS} SMs: "
+            f"{1e6 * found.fused:.1f} µs in the kernel, {1e6 * found.prepass:.1f} µs by a pre-pass",
+            f"left to the call, dense or ragged keys go through "
+            f"{'a pre-pass' if found.prepass < found.fused else 'the kernel'}; pages always through the kernel",
         ]
-        if better != taken:
-            lines.append("a call counts the keys that the mask hides too: build with --no-prepass")
-        return lines
 
     def _notes(self) -> list[str]:
         lines = [

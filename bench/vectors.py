@@ -79,7 +79,7 @@ def prefill(rounds: int, batch: int, length: int) -> list[list[str]]:
     positions, ones = torch.arange(length, device="cuda"), torch.ones(batch, length, KV_HEADS, device="cuda")
     out = torch.empty_like(q)
     plain, only_q, scales = kernel(PLAIN), kernel(ONLY_Q), kernel(SCALES)
-    both, inside = kernel(BOTH), kernel(BOTH, prepass=False)
+    both, inside, folded = kernel(BOTH), kernel(BOTH, prepass=False), kernel(SCALES, prepass=False)
 
     def unfused() -> Any:
         turned = Inputs(fused_rotation(q, wq, positions), fused_rotation(k, wk, positions), v, {})
@@ -94,6 +94,7 @@ def prefill(rounds: int, batch: int, length: int) -> list[list[str]]:
         "f_q, f_k": lambda: both(q, k, v, out=out, wq=wq, wk=wk),
         "f_q, f_k, no pre-pass": lambda: inside(q, k, v, out=out, wq=wq, wk=wk),
         "scales of k and v": lambda: scales(q, k, v, out=out, k_scale=ones, v_scale=ones),
+        "scales, no pre-pass": lambda: folded(q, k, v, out=out, k_scale=ones, v_scale=ones),
         "unfused torch": unfused,
         "plain cuDNN": benchmark.cudnn(Inputs(q, k, v, {}), causal=True),
     }

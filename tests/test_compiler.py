@@ -361,6 +361,51 @@ def test_transforms_that_do_not_fit_into_the_kernel_are_left_to_the_pre_pass(bui
             kernels(keys, chosen)
 
 
+def test_factors_of_keys_have_the_kernels_that_transforms_have(builds, monkeypatch):
+    """Not those that all keys of a head share, nor what f_logits says; and no cache in pages is copied."""
+    from attncc.codegen import prepass
+
+    module: Any = sys.modules["attncc.codegen.build"]
+    seen: dict[str, Any] = {}
+
+    def build(emitted, config, work_dir):
+        seen[config.name] = emitted.text
+        return {}, {}
+
+    def build_prepass(emitted, config, factors, work_dir):
+        seen["prepass"] = emitted.text
+        return {"of": (config.f_k, config.f_v), "factors": factors}, {}
+
+    monkeypatch.setattr(module, "build", build)
+    monkeypatch.setattr(prepass, "build", build_prepass)
+
+    def manifest(body, keys="dense", chosen=None):
+        seen.clear()
+        tensors = "    tensor ks[j, g]: f32\n    tensor vs[g]: f32\n"
+        source = compiler.Source.of(f"attention x():\n{tensors}{body}")
+        options = compiler._options(64, None, "bf16", None, keys, 16 if keys == "paged" else None, "sm_90a", chosen)
+        return compiler.built(source, None, options)[0]
+
+    of_key, of_head = "    f_k = k * ks[j, g]\n", "    f_k = k * vs[g]\n"
+    for keys, main in (("dense", "forward"), ("ragged", "serve")):
+        made = manifest(of_key, keys)
+        assert list(made["kernels"]) == [main, "prepared", "prepass"] and set(made["visible"]) >= {"lo", "hi"}
+        assert made["kernels"]["prepass"] == {"of": (True, False), "factors": {"f_k": True}}
+        assert ["factors(x" in seen[n] for n in (main, "prepared", "prepass")] == [True, False, False]
+        assert ["def f_k(" in seen[n] for n in (main, "prepared", "prepass")] == [False, False, True]
+        assert list(manifest(of_key, keys, True)["kernels"]) == ["prepared", "prepass"]
+        assert list(manifest(of_key, keys, False)["kernels"]) == [main]
+        for body in (of_head, "    f_logits = s * ks[j, g]\n", "    f_v = v / f32(kv_len)\n"):
+            assert list(manifest(body, keys)["kernels"]) == [main]
+        both = manifest("    f_logits = s * ks[j, g]\n    f_v = v * ks[j, g]\n", keys)["kernels"]
+        assert both["prepass"] == {"of": (False, True), "factors": {"f_v": True}} and "factors(x" in seen["prepared"]
+        mixed = manifest("    f_k = rope(k, j)\n    f_v = v * ks[j, g]\n", keys)["kernels"]
+        assert mixed["prepass"] == {"of": (True, True), "factors": {"f_k": False, "f_v": True}}
+    assert list(manifest(of_key, "paged")["kernels"]) == ["serve"]
+    with pytest.raises(ValueError, match="x transforms neither k nor v, and has no factor of each key, found True"):
+        manifest(of_head, "dense", True)
+
+
 def test_everything_refused_is_said_at_once(builds):
     source = "attention x():\n    f_q = q * q\n    emit m[j, h] = max(l)\n    emit n[j] = sum(1.0)\n"
     with pytest.raises(AttnError) as e:

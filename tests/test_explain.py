@@ -13,6 +13,7 @@ from attncc import frontend
 from attncc.diagnostics import Source
 from attncc.explain import explain
 from attncc.ir.nodes import Variant
+from attncc.runtime import routes
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -50,23 +51,37 @@ under_test: 8 queries x 8 keys in 4 x 4 tiles of 2 x 2
 
 def test_what_transformed_keys_cost():
     """A row reads each key once; a row of 4096 tiles, half of them hidden, sixteen times and a half."""
-    body = "    f_k = rope(k, j)\n    f_v = v * f32(j)\n    mask = j <= i\n"
+    body = "    f_k = rope(k, j)\n    mask = j <= i\n"
     few = explain(variant(body), 1, 1000).text()
     assert "f_k: each key is read 1.0 times a query head" in few and "keys go through the kernel;" in few
     many = explain(variant(body), 4096, 4096).text()
     assert "f_k: each key is read 16.5 times a query head" in many and "keys go through a pre-pass;" in many
     assert "of 128 features for 32 heads over 8 on 132 SMs: " in many
     assert "f_k: each key is read 1.0 times a query head" in explain(variant(body), 1, 5).text()  # of a tile of 128
-    assert "pre-pass" not in explain(variant("    f_v = v * f32(j)\n"), 4096, 4096).text()
+    assert "pre-pass" not in explain(variant("    f_k = k * 2.0\n    f_v = v / f32(kv_len)\n"), 4096, 4096).text()
     assert "f_k and f_v: each" in explain(variant("    f_k = l2norm(k)\n    f_v = v * v\n"), 8, 8).text()
 
 
-def test_a_call_counts_what_the_mask_hides():
-    """So it may choose the slower way; where it does, that is said."""
-    body = "    f_k = rope(k, j)\n    mask = i - 128 < j <= i\n"
-    text = explain(variant(body), 256, 8192).text()
-    assert "keys go through a pre-pass;" in text and "--no-prepass" in text
-    assert "--no-prepass" not in explain(variant(body), 8192, 8192).text()
+def test_factors_cost_less_in_the_kernel():
+    body = "    f_k = rope(k, j)\n    f_v = v * f32(j)\n    mask = j <= i\n"
+    assert "f_k and f_v (a factor): each key" in explain(variant(body), 8, 8).text()
+    factors = variant("    f_k = -k * f32(j)\n    f_v = v * f32(j)\n    mask = j <= i\n")
+    for length, way in ((1024, "the kernel"), (4096, "a pre-pass")):
+        assert f"keys go through {way};" in explain(factors, length, length).text()
+    assert "keys go through a pre-pass;" in explain(variant(body), 1024, 1024).text()
+
+
+def test_costs_are_those_that_a_call_counts():
+    """Blocks that a tile of queries can see, with these scalars; const ones are those of the build."""
+    window = "    f_k = rope(k, j)\n    mask = i - w < j <= i\n"
+    for arguments in ("w: i32", "w: const i32 = 4000"):
+        found = variant(window, arguments)
+        near, far = (explain(found, 256, 8192, values={"w": w}) for w in (128, 8192))
+        assert "f_k: each key is read 0.1 times" in near.text() and "keys go through the kernel;" in near.text()
+        assert "f_k: each key is read 2.0 times" in far.text() and "keys go through a pre-pass;" in far.text()
+        reads = routes.dense_reads((128, 128), 1, 256, 8192, 32, lambda i0, i1, *_: (i0 - 127, i1 + 1))
+        c = routes.costs(keys=8 * 8192, reads=reads, features=128, sm_count=132)
+        assert f"{1e6 * c.fused:.1f} µs in the kernel, {1e6 * c.prepass:.1f} µs by a pre-pass" in near.text()
 
 
 def test_large_map_is_cut_down():

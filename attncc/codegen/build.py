@@ -118,10 +118,10 @@ def build_small(kernel, host, name: str, params, threads: int, work_dir: Path, *
     entry, kinds, target = ptx_parameters(compiled.__ptx__)
     facts, sass = read_cubin(compiled.__cubin__, entry), count_instructions(compiled.__cubin__, entry)
     wrong = misbuilt(threads, [k for _, k in params], kinds, target, facts)
-    if facts.frame_bytes or sass["LDL"] or sass["STL"]:
-        wrong.append("it spills registers")
     if wrong:
         raise BuildError(f"{name}: " + "; ".join(wrong))
+    if facts.frame_bytes or sass["LDL"] or sass["STL"]:
+        raise SpillError(f"{name}: spills registers")
     files = {f"{name}.cubin": compiled.__cubin__, f"{name}.ptx": compiled.__ptx__.encode()}
     return {**described(name, compiled, facts, params), "spill_bytes": 0, "tma": {}}, files
 

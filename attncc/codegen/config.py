@@ -15,7 +15,7 @@ from attncc.ir.rewrite import simplify_expr
 
 from .emit_outputs import distinct
 from .listing import lists_of, mask_ranges, with_domain
-from .vectors import feature_values, turnings, used_slots
+from .vectors import Turning, feature_values, turnings, used_slots
 
 DSL_VERSION = "4.8.1"  # nvidia-cutlass-dsl, pinned exactly: build checks it
 TILES = (64, 96, 128, 192, 256)  # features
@@ -282,8 +282,8 @@ def choose(
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
-        turnings=tuple((t.scaling, t.dims) for t in turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
-        features=tuple({"d": head_dim_qk, "e": head_dim_vo}[space] for space, _ in feature_values(variant)),
+        turnings=tables_of(turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
+        features=tuple({"d": head_dim_qk, "e": head_dim_vo}[space] for space, _ in feature_values(variant, slots)),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         emits=tuple(reduce for reduce, _ in distinct(variant)),
@@ -291,6 +291,11 @@ def choose(
         lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block,
     )  # fmt: skip
     return config.with_bytes_on_their_way().with_room_for_tables()
+
+
+def tables_of(tables: Iterable[Turning]) -> tuple[tuple[str, int], ...]:
+    """KernelConfig.turnings."""
+    return tuple((t.scaling, t.dims) for t in tables)
 
 
 def starts_at_zero(ranges: TileRanges) -> bool:

@@ -13,7 +13,7 @@ Where keys are listed in blocks, a column's position is looked up, and the next 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -43,7 +43,7 @@ from .emit_outputs import emit_outputs
 from .emit_vectors import emit_vectors
 from .listing import BITMAP, block_keys, line_index, whole_mask, with_domain, with_lines
 from .prelude import IMPORTS, helpers_for
-from .vectors import feature_values
+from .vectors import feature_values, used_slots
 
 ELEMENT_BYTES = {"f32": 4, "i32": 4, "u32": 4, "bf16": 2, "f16": 2, "u8": 1, "bool": 1}
 ENV_LEAVES = frozenset(("b", "h", "g", "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size"))
@@ -139,10 +139,11 @@ def reads_memory(e: Expr) -> bool:
 class Emitter:
     """Writes the functions of one variant."""
 
-    def __init__(self, variant: Variant, config: KernelConfig):
-        self.variant = variant
+    def __init__(self, variant: Variant, config: KernelConfig, slots: Sequence[str]):
+        """`slots`: of vectors, those that are transformed."""
+        self.variant, self.slots = variant, slots
         self.head_dims = {"d": config.head_dim_qk, "e": config.head_dim_vo}
-        self.features = feature_values(variant)[: len(config.features)]
+        self.features = feature_values(variant, slots)[: len(config.features)]
         self.layout = config.layout
         self.columns_by_row = False
         self.tensors = {t.name: t for t in variant.tensors}
@@ -440,7 +441,7 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterato
 def emit(variant: Variant, config: KernelConfig) -> Emitted:
     """The functor module of a specialised, simplified variant."""
     ranges, logits = ranges_of(variant), logits_of(variant, config.layout)
-    m = Emitter(with_lines(variant), config)
+    m = Emitter(with_lines(variant), config, used_slots(variant))
     all_below = (m.head, m.row, m.col)
     # what does not stand under `seen`: a row may see no key at all, and a block may reach past kv_len
     unseen = Guards(checked=True)
@@ -469,6 +470,13 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     emit_vectors(m, variant, unseen)
     emit_outputs(m, variant, Guards(((SEEN, True),)), unseen)
     return Emitted(variant.name, m.text(), tuple(m.params), m.columns_by_row, by_head(ranges), other_keys(variant))
+
+
+def emit_keys(variant: Variant, config: KernelConfig, slots: Sequence[str]) -> Emitted:
+    """The module of a pre-pass: f_k and f_v as they are written, factors too."""
+    m = Emitter(variant, config, slots)
+    emit_vectors(m, variant, Guards(checked=True))
+    return Emitted(variant.name, m.text(), tuple(m.params))
 
 
 def by_head(ranges: TileRanges) -> bool:

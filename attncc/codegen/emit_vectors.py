@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING
 from attncc.ir.nodes import Const, Expr, Leaf, Load, Rope, Type, Variant
 
 from .config import slope
-from .vectors import SLOTS, dims_of, steps_of, turned_argument, turning_of, turnings, used_slots
+from .vectors import SLOTS, dims_of, steps_of, turned_argument, turning_of, turnings
 
 if TYPE_CHECKING:
     from .emit import Emitter, Guards
 
 
 def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards) -> None:
-    """`everywhere`: of reads that run for every row, whatever guards stand around their uses."""
+    """Of the slots that the emitter was given.  `everywhere`: of reads that run for every row, whatever guards stand
+    around their uses."""
     tables = turnings(variant, m.head_dims)
-    steps = {slot: SlotWriter(m, slot, everywhere).write(getattr(variant, slot)) for slot in used_slots(variant)}
+    steps = {slot: SlotWriter(m, slot, everywhere).write(getattr(variant, slot)) for slot in m.slots}
     for n, turning in enumerate(tables):
         stage = m.cell("turning", (), ())
         values = [wide(m, e, stage) for e in (turning.theta, *turning.arguments)]

@@ -1,16 +1,19 @@
 """The pre-pass of a variant with f_k or f_v: a kernel that writes what they make of k and v, and the kernel that then
-takes these as they are.  Its results have the bits that the main kernel would make of the same rows by itself."""
+takes these as they are.  What it makes of a transform has the bits that the main kernel would make of the same rows by
+itself; a factor, which that folds into scores and weights, it applies to the rows."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attncc.ir.nodes import SLOT_DEFAULTS, Variant
 
-from .config import KernelConfig
-from .emit import Emitted
+from .config import KernelConfig, tables_of
+from .emit import Emitted, emit_keys
+from .vectors import SLOTS, turnings
 
 NAME, THREADS = "prepass", 256
 LAYOUTS = ("dense", "ragged")  # of k and v that a pre-pass may copy; a cache in pages is never copied
@@ -28,22 +31,36 @@ PARAMS = tuple(
 )
 
 
-def prepared(variant: Variant, config: KernelConfig) -> Variant:
-    """The variant on keys and values that have been through the pre-pass; `config` is that of its own kernel."""
-    done = {slot: SLOT_DEFAULTS[slot] for slot in ("f_k", "f_v") if getattr(config, slot)}
-    return replace(variant, **done)
+def prepared(variant: Variant, slots: Iterable[str]) -> Variant:
+    """The variant on keys and values that have been through a pre-pass with these slots."""
+    return replace(variant, **{slot: SLOT_DEFAULTS[slot] for slot in slots})
 
 
-def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """(the manifest's entry, files) of the kernel, for the variant's own functors.  Needs and raises what
-    codegen/build.py does."""
-    from .build import build_small, import_functors
+def generated(variant: Variant, config: KernelConfig, slots: Iterable[str]) -> tuple[Emitted, KernelConfig]:
+    """The functor module of the pre-pass, and its kernel.  `variant`: specialised, nothing folded; `config`: of the
+    main kernel; `slots`: what is applied."""
+    slots = tuple(slots)
+    alone = prepared(variant, (slot for slot in SLOTS if slot not in slots))
+    tables = tables_of(turnings(alone, {"d": config.head_dim_qk, "e": config.head_dim_vo}))
+    config = replace(config, f_k="f_k" in slots, f_v="f_v" in slots, turnings=tables)
+    return emit_keys(alone, config, slots), config
+
+
+def build(
+    emitted: Emitted, config: KernelConfig, factors: Mapping[str, bool], work_dir: str | Path
+) -> tuple[dict[str, Any], dict[str, bytes]]:  # fmt: skip
+    """(the manifest's entry, files) of the kernel that `generated` describes.  `factors`: ir.fold_vectors.of_keys.
+    Needs and raises what codegen/build.py does."""
+    from .build import SpillError, build_small, import_functors
     from .device import prepass as device
 
     fn = import_functors(emitted.text, Path(work_dir))
-    kernel, files = build_small(
-        device.kernel, device.host, NAME, (*PARAMS, *emitted.params), THREADS, Path(work_dir), config, fn
-    )
+    of_kernel = device.kernel, device.host, NAME, (*PARAMS, *emitted.params), THREADS, Path(work_dir), config, fn
+    try:
+        kernel, files = build_small(*of_kernel, 0)
+    except SpillError:  # ptxas would rather have eight CTAs an SM; one may have all registers
+        kernel, files = build_small(*of_kernel, 1)
     of = {"k": config.head_dim_qk} if config.f_k else {}
     of |= {"v": config.head_dim_vo} if config.f_v else {}
-    return {**kernel, "of": of}, files
+    folded = [slot[-1] for slot, factor in factors.items() if factor]
+    return {**kernel, "of": of, "factors": folded}, {**files, "prepass_functors.py": emitted.text.encode()}

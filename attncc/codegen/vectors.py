@@ -6,7 +6,7 @@ A *step* is a sum over the features or a rope: each needs all features of its ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from attncc.ir.fold_vectors import weight_of
@@ -80,11 +80,10 @@ def turnings(variant: Variant, head_dims: dict[str, int]) -> list[Turning]:
     return list(dict.fromkeys(t for t in found if t is not None))
 
 
-def feature_values(variant: Variant) -> list[tuple[str, Expr]]:
-    """(space, value) of what the vector slots read that depends on the feature alone: the largest such parts, each
+def feature_values(variant: Variant, slots: Iterable[str]) -> list[tuple[str, Expr]]:
+    """(space, value) of what these vector slots read that depends on the feature alone: the largest such parts, each
     once, those first that are asked for with every key."""
-    slots = sorted(used_slots(variant), key=lambda slot: slot not in ("f_k", "f_v"))
-    spaces = [(slot, SLOTS[slot][1]) for slot in slots]
+    spaces = [(slot, SLOTS[slot][1]) for slot in sorted(slots, key=lambda slot: slot not in ("f_k", "f_v"))]
     found = [(s, e) for slot, s in spaces for e in largest(getattr(variant, slot), lambda e, s=s: of_feature(e, s))]
     return list(dict.fromkeys(found))
 

@@ -204,6 +204,12 @@ def scalar_check(scalar: Scalar) -> Callable[[Any], int | float]:
     return check
 
 
+def as_declared(spec: Spec, values: Mapping[str, int | float]) -> dict[str, int | float | bool]:
+    """Checked scalars by name, flags as bools again."""
+    flags = {s.name for s in spec.scalars if s.type == "bool"}
+    return {name: bool(value) if name in flags else value for name, value in values.items()}
+
+
 def _integer(name: str, value: Any) -> int:
     _no_tensor(name, value)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):

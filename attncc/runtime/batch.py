@@ -169,7 +169,7 @@ class BatchAttention:
         if shared_prefix == "auto" and table.kv_indices is not None and not served.manifest.get("keys_by_request"):
             made = prefix.auto(self._shape, batch, table.kv_indices, visible)
         elif routes.PREPASS in served.manifest["kernels"]:
-            served = self._route(batch)
+            served = self._route(batch, visible)
             made = planning.plan(replace(self._shape, tile_kv=served.loaded.entry["tile_kv"]), batch, visible)
             if served.first is not None:
                 made = planning.with_requests(made, batch)
@@ -268,17 +268,19 @@ class BatchAttention:
             return None
         if self._bound is not None and self._bound[0] == values:  # as in most steps
             return self._bound[1]
-        flags = {s.name for s in self._spec.scalars if s.type == "bool"}
-        known = {name: bool(value) if name in flags else value for _, name, value in values}
+        known = check.as_declared(self._spec, {name: value for _, name, value in values})
         self._bound = values, self._visible.bind({**known, "group_size": self._shape.group_size})
         return self._bound[1]
 
-    def _route(self, batch: planning.Batch) -> Served:
+    def _route(self, batch: planning.Batch, visible: planning.Visible | None) -> Served:
         """The kernel for ragged keys that may go through a pre-pass first."""
         main = self._served
         tiles = -(-np.diff(batch.qo_indptr) * self._shape.group_size // self._shape.tile_q)
         keys, reads = (int(n.sum()) * self._shape.num_kv_heads for n in (batch.kv_len, tiles * batch.kv_len))
         name = routes.choose(main.manifest, keys, reads, main.loaded.sm_count)
+        if name == routes.PREPARED and visible is not None:  # which all keys would be read too often for
+            reads = planning.reads(self._shape, batch, visible)
+            name = routes.choose(main.manifest, keys, reads, main.loaded.sm_count)
         held = {kind[2] for kind in self._held_kinds}
         if held and name not in held:
             name = main.loaded.name if main.loaded.name in held else routes.PREPARED

@@ -200,12 +200,19 @@ class Kernel:
         return bound
 
     def _bind_launch(self, sizes: check.Sizes, results: Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any):
-        spec, q, k, v = self._spec, *tensors[:3]
         device = self.loaded(results.device)
-        tile_q = device.entry["tile_q"]
-        reads = routes.dense_reads(tile_q, sizes.batch, sizes.qo_len, sizes.kv_len, sizes.num_qo_heads)
+        if not routes.leaves_choice(self.serving("dense").manifest):
+            return self._bind_route(device.name, sizes, results, tensors, out, lse)
+        route = _Route(self, device, sizes, results)
+        return route if route.scalars else self._bind_route(route.choose({}), sizes, results, tensors, out, lse)
+
+    def _bind_route(
+        self, name: str, sizes: check.Sizes, results: Results, tensors: Sequence[torch.Tensor], out: Any, lse: Any
+    ):  # fmt: skip
+        """`name`: of the main kernel."""
+        spec, q, k, v = self._spec, *tensors[:3]
+        device = self.loaded(results.device).other(name)
         keys = sizes.batch * sizes.kv_len * sizes.num_kv_heads
-        device = device.other(routes.choose(self.serving("dense").manifest, keys, reads, device.sm_count))
         before = device.other(routes.PREPASS) if device.name == routes.PREPARED and keys else None
         entry = device.entry
         fields = launch.geometry(entry, spec, sizes)
@@ -251,6 +258,47 @@ class Kernel:
                 self._loaded[key] = launch.Loaded(self._driver, artifact, where)
                 self._workspaces[key] = Workspace(where)
             return self._loaded[key]
+
+
+class _Route:
+    """A call whose scalars say how much the mask leaves, and so which way it goes: bound once for either way."""
+
+    requires_grad = False
+
+    def __init__(self, kernel: Kernel, device: launch.Loaded, sizes: check.Sizes, results: Results):
+        from attncc.runtime.visible import Visible
+
+        spec, self._manifest = kernel._spec, kernel.serving("dense").manifest
+        self._kernel, self._device, self._sizes, self._results = kernel, device, sizes, results
+        self._visible = Visible(self._manifest.get("visible") or {})
+        asked = self._visible.asks()
+        self.scalars = [(n, s.name) for n, s in enumerate(spec.scalars) if s.name in asked]
+        self._names: dict[tuple, str] = {}  # of main kernels, by values of these scalars
+        self._bound: dict[str, Any] = {}
+
+    def choose(self, scalars: Mapping[str, int | float]) -> str:
+        """The main kernel, with these values of the scalars that are asked for."""
+        n, entry = self._sizes, self._device.entry
+        known = check.as_declared(self._kernel._spec, scalars)
+        visible = self._visible.bind({**known, "group_size": n.group_size})
+        tile = entry["tile_q"], entry["tile_kv"]
+        reads = routes.dense_reads(tile, n.batch, n.qo_len, n.kv_len, n.num_qo_heads, visible)
+        return routes.choose(self._manifest, n.batch * n.kv_len * n.num_kv_heads, reads, self._device.sm_count)
+
+    def call(self, tensors, scalars, out, lse, return_lse):
+        values = tuple([scalars[n] for n, _ in self.scalars])
+        name = self._names.get(values)
+        if name is None:
+            if len(self._names) >= MAX_BINDINGS:
+                self._names.clear()
+            name = self._names[values] = self.choose(
+                {s: x for (_, s), x in zip(self.scalars, values, strict=True)}
+            )  # fmt: skip
+        bound = self._bound.get(name)
+        if bound is None:
+            bound = self._kernel._bind_route(name, self._sizes, self._results, tensors, out, lse)
+            self._bound[name] = bound
+        return bound.call(tensors, scalars, out, lse, return_lse)
 
 
 class _Launch:

@@ -48,7 +48,6 @@ KNOWN = {
 OF_PREPASS = {
     "k", "k_out", "v", "v_out", "requests", "header", "batch", "rows", "qo_len", "kv_len", "num_qo_heads",
     "num_kv_heads", "group_size", *(f"{x}_{dim}_stride" for x in "kv" for dim in ("batch", "row", "head")),
-    "part_emits",  # it has the functors' parameters, too, and doesn't use them all
 }  # fmt: skip
 LISTING, LINES = "listing", "domain"  # a kernel of an artifact, and the name among a kernel's tensors of what it writes
 OF_LISTING = {"lines", "words", "team", "rows"}

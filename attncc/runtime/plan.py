@@ -146,6 +146,12 @@ def plan(shape: Shape, batch: Batch, visible: Visible | None = None) -> Plan:
         coarser *= 2
 
 
+def reads(shape: Shape, batch: Batch, visible: Visible | None = None) -> int:
+    """Keys of all kv heads that the tiles of a batch read."""
+    tiles, _ = _tiles(shape, batch, visible)
+    return int((tiles.end - tiles.begin).sum()) * shape.num_kv_heads
+
+
 def with_requests(made: Plan, batch: Batch) -> Plan:
     """The plan, with what a pre-pass over ragged keys must know: Q_START, QO_LEN, KV_LEN, first row of each request."""
     made.header[3] = len(batch.kv_len)

@@ -37,6 +37,11 @@ class Visible:
             for end in ("lo", "hi")
         ]
 
+    def asks(self) -> set[str]:
+        """Names of what a bound answer may depend on, beside LEAVES."""
+        steps = {n for ends in self._ends for e in ends for n in self._code.steps(e)}
+        return {name for n in steps if (name := self._code.name(n)) is not None} - {*LEAVES}
+
     def bind(self, scalars: Mapping[str, Any]) -> Bounds | None:
         """(i0, i1, qo_len, kv_len) -> [lo, hi), int32, for these values of the variant's scalars (and of leaves that
         are the same for all tiles, such as group_size).  Ends may lie outside of [0, kv_len], and `lo` above `hi`; an
@@ -92,20 +97,29 @@ class _Code:
             self._steps.append(step)
         return self._numbers[step]
 
-    def needed(self, end: int, given: Mapping[str, Any]) -> list[int] | None:
-        """The steps that step `end` needs, in order; None where one of them is unknown."""
+    def steps(self, end: int) -> list[int]:
+        """The steps that step `end` needs, in order."""
         needed, todo = set(), [end]
         while todo:
             n = todo.pop()
-            if n in needed:
-                continue
-            needed.add(n)
-            op, rest = self._steps[n]
-            if op in OPS:
-                todo.extend(rest)
-            elif op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
-                return None
+            if n not in needed:
+                needed.add(n)
+                op, rest = self._steps[n]
+                todo.extend(rest if op in OPS else ())
         return sorted(needed)
+
+    def name(self, n: int) -> str | None:
+        """What step `n` is a look-up of, if it is one."""
+        op, rest = self._steps[n]
+        return rest if op == "name" else None
+
+    def needed(self, end: int, given: Mapping[str, Any]) -> list[int] | None:
+        """The same; None where one of them is unknown."""
+        steps = self.steps(end)
+        for op, rest in (self._steps[n] for n in steps):
+            if op == "unknown" or (op == "name" and rest not in LEAVES and rest not in given):
+                return None
+        return steps
 
     def divides(self, *ends: list[int] | None) -> bool:
         """Is there a division in these steps?  By 0 it makes numpy warn."""

@@ -41,6 +41,27 @@ def test_served(name: str, page_size: int | None, heads: tuple[int, int]) -> Non
     sim.serve_and_check(x, pieces=2, sm_count=3)
 
 
+# ------------------------------------------------------------------------------------- by a pre-pass
+BEFORE = ("both", "key_alone", "value_alone", "weighed", "all_three", "by_request", "score_and_value",
+          "turned_and_weighed")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_dense_by_a_pre_pass(name: str, artifact: Callable[[Case], Path]) -> None:
+    case = folded(name, prepass=True)
+    for k, sizes in enumerate(SHAPES):
+        sim.check(case, artifact(case), sim.inputs_for(case, case.shape(*sizes)), sm_count=1 + k, seed=k)
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_ragged_by_a_pre_pass(name: str) -> None:
+    x = sim.batch(Served(folded(name, prepass=True), None), LENGTHS, (4, 2))
+    one = sim.simulated(x, sm_count=3)
+    one.attn.plan(*x.table)
+    sim.serve_checks.check(x, sim.run(one, x))
+    assert one.driver.launched == ["prepass", "prepared"]
+
+
 @pytest.mark.parametrize("name", ["both", "by_request"])
 def test_cascades(name: str) -> None:
     levels = [[(7, 37), (3, 150)], [(2, 0), (5, 20), (3, 0)], [(1, 10), (1, 0), (5, 130), (3, 40)]]
@@ -63,6 +84,16 @@ def test_hidden_keys_may_have_any_factor(artifact: Callable[[Case], Path]) -> No
     clean, dirty = poisoned(sim.inputs_for(case, case.shape(1, 150, 300, 4, 2)))
     want = sim.check(case, artifact(case), clean)
     got = run_forward(artifact(case), dirty.q, dirty.k, dirty.v, dirty.params, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True) if a is not None and b is not None)
+
+
+def test_a_hidden_key_that_a_pre_pass_makes_nan(artifact: Callable[[Case], Path]) -> None:
+    """Of k; what is made of v must be finite."""
+    case = folded("holes", prepass=True)
+    clean, dirty = poisoned(sim.inputs_for(case, case.shape(1, 150, 300, 4, 2)))
+    want = sim.check(case, artifact(case), clean)
+    params = {**dirty.params, "vs": clean.params["vs"]}
+    got = run_forward(artifact(case), dirty.q, dirty.k, dirty.v, params, return_lse=True)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True) if a is not None and b is not None)
 
 

@@ -84,7 +84,7 @@ def reference_all(batch: Batch, there: Tensor) -> Parts:
     plain = Reference(
         masked, head_dim=case.head_dim, head_dim_vo=case.head_dim_vo, dtype=FLOATS[case.dtype], const=dict(case.const)
     )  # fmt: skip
-    oracle = as_kernels_round(variant, plain, FLOATS[case.dtype])
+    oracle = as_kernels_round(case, plain)
     there = there.to(batch.q.device).expand(batch.heads[1], *there.shape[-2:])
     options: dict[str, Any] = {"return_lse": batch.softmax, "there": there, **batch.params}
     want = oracle.ragged(batch.q, *batch.kv, *batch.table, **options)

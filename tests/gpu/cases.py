@@ -199,16 +199,21 @@ def vectors(variant: str, head_dim: int = 64) -> Case:
     return Case(str(VECTORS), variant, head_dim=head_dim)
 
 
-# Vector slots that are only a factor.
+# Vector slots that are only a factor; `prepass` says whether keys and values are multiplied before.
 FOLDED = Path(__file__).resolve().parents[1] / "codegen" / "folded.attn"
 
 
-def folded(variant: str) -> Case:
-    return Case(str(FOLDED), variant, head_dim=64)
+def folded(variant: str, prepass: bool = False) -> Case:
+    return Case(str(FOLDED), variant, head_dim=64, prepass=prepass)
 
 
 def folded_cases() -> list[Case]:
     return [folded(v.name) for v in _variants(str(FOLDED))]
+
+
+def folded_before() -> list[Case]:
+    """Two by a pre-pass."""
+    return [folded(name, prepass=True) for name in ("both", "turned_and_weighed")]
 
 
 # f_k and f_v that are more than a factor; `prepass` says who applies them.
@@ -247,6 +252,7 @@ def all_cases() -> list[Case]:
     found = [*example_cases(), *OTHER_DIMS, *OTHER_DTYPES, *OTHER_CONSTS, *hard_cases(), *odd_cases(), *vector_cases()]
     found += [
         *folded_cases(),
+        *folded_before(),
         *list_cases(),
         topk_of(128),
         *emit_cases(),

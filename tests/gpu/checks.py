@@ -47,7 +47,7 @@ def plain_reference(case: Case) -> Any:
 
 def reference_case(case: Case) -> Any:
     """The reference that judges a kernel's output tightly."""
-    return as_kernels_round(case.load(), plain_reference(case), FLOATS[case.dtype])
+    return as_kernels_round(case, plain_reference(case))
 
 
 def inputs_for(case: Case, shape: Shape, seed: int, **given: object) -> Inputs:
@@ -76,12 +76,12 @@ def run_and_check(case: Case, shape: Shape, x: Inputs) -> tuple[Tensor, Tensor |
     assert_emits(parts_of(case.load(), found)[2], want_emits)
     limit = allowed(case, x, shape, want_out, want_lse)
     assert_close(out, want_out, limit)
-    if transforms(case.load()):
+    if transforms(case):
         assert_close(out, out_of(plain_reference(case)(x.q, x.k, x.v, **x.params)), LOOSE * limit)
     if want_lse is None:
         return out, None
     # a feature of q' or k' that lies between two numbers may round to the other one
-    assert_lse(lse, want_lse, 2 * LSE if transforms(case.load()) else LSE)
+    assert_lse(lse, want_lse, 2 * LSE if transforms(case) else LSE)
     return out, lse
 
 

@@ -11,26 +11,32 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from cases import Case
 from torch import Tensor
 
 from attncc.codegen.vectors import used_slots
 from attncc.compiler import for_kernels
 from attncc.ir import reference
-from attncc.ir.nodes import Expr, Variant
+from attncc.ir.fold_vectors import of_keys
+from attncc.ir.nodes import Expr
+from attncc.random_inputs import FLOATS
 
 
-def transforms(variant: Variant) -> set[str]:
-    """The slots of which kernels store what they make of a vector: not those that are only a factor."""
-    return {"f_q", "f_k", "f_v"} & set(used_slots(for_kernels(variant)))
+def transforms(case: Case) -> set[str]:
+    """The slots of which a case's kernels store what they make of a vector: not those that are only a factor, but where
+    a pre-pass applies it."""
+    variant = case.load()
+    before = set(of_keys(variant)) if case.prepass else set()
+    return before | {"f_q", "f_k", "f_v"} & set(used_slots(for_kernels(variant)))
 
 
 LOOSE = 8  # times the tight limit: what rounding q', k' and v' may add
 
 
-def as_kernels_round(variant: Variant, plain: Any, dtype: torch.dtype) -> Any:
-    """An `attncc.reference` of the variant, which judges kernels tightly."""
-    slots = transforms(variant)
-    return Rounding(plain, dtype, slots) if slots else plain
+def as_kernels_round(case: Case, plain: Any) -> Any:
+    """An `attncc.reference` of the case, which judges kernels tightly."""
+    slots = transforms(case)
+    return Rounding(plain, FLOATS[case.dtype], slots) if slots else plain
 
 
 class Rounding:

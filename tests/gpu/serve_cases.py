@@ -16,6 +16,7 @@ from cases import (
     example,
     example_cases,
     folded,
+    folded_before,
     hard,
     keys_cases,
     list_cases,
@@ -105,6 +106,7 @@ EMITS_IN_BLOCKS = [Served(case, 16, blocks=True) for case in emit_cases() if cas
 HALF = Served(example("causal", "causal", dtype="f16"))
 KEYS = [Served(case, p) for case in keys_cases(False) for p in (16, 1, None)]
 KEYS_BEFORE = [Served(case, None) for case in keys_cases(True)]  # ragged keys, through a pre-pass
+FOLDED_BEFORE = [Served(case, None) for case in folded_before()]
 KEYS_IN_BLOCKS = [Served(case, n, blocks=True) for case in keys_cases(False)[:2] for n in (5, 16)]
 
 
@@ -112,7 +114,7 @@ def all_served() -> list[Served]:
     """Each kernel once."""
     found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, *FOLDED]
     found += [HALF, *VECTORS, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
-    found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS]
+    found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS, *FOLDED_BEFORE]
     return list(dict.fromkeys(found))
 
 

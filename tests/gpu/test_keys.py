@@ -71,6 +71,23 @@ def test_ragged_keys_go_either_way(served: Served, kind: str, seed: int) -> None
     assert_alike(found[0], other[0])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", cases.folded_before(), ids=str)
+def test_factors_go_either_way(case: Case, shape: tuple[int, ...], seed: int) -> None:
+    """Each as the reference rounds there: a product that is stored, or none."""
+    size = case.shape(*shape)
+    for how in (False, True):
+        run_and_check(replace(case, prepass=how), size, inputs_for(case, size, seed))
+
+
+@pytest.mark.parametrize("kind", ["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("served", serve_cases.FOLDED_BEFORE, ids=str)
+def test_factors_of_ragged_keys_go_either_way(served: Served, kind: str, seed: int) -> None:
+    batch = make_batch(served, lengths_of(kind, 3000, np.random.default_rng(seed)), (8, 2), seed)
+    for way in (served, fused(served)):
+        run_and_check_batch(replace(batch, served=way))
+
+
 @pytest.mark.parametrize("served", serve_cases.KEYS_IN_BLOCKS, ids=str)
 def test_blocks_of_a_list(served: Served, seed: int) -> None:
     batch = block_checks.make_batch(served, (70, 900), (8, 2), seed)

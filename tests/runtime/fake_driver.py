@@ -105,7 +105,8 @@ def layout(names):
 
 
 def manifest(
-    scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False, emits=()
+    scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False, emits=(),
+    visible=None,
 ):  # fmt: skip
     """A manifest as `attncc build` writes it.  scalars (name, type, default); tensors (name, dims, dtype); emits (name,
     index, reduction, rows)."""
@@ -122,7 +123,7 @@ def manifest(
         "schema": 1, "attncc": "0.1.0", "dsl": "4.8.1", "arch": "sm_90a",
         "variant": {"name": "test", "path": "test.attn", "source": "", "sha256": "", "ir": ""},
         "head_dim_qk": head_dim, "head_dim_vo": head_dim_vo or head_dim, "dtype": "bf16", "layout": "dense",
-        "scan": scan, "const": const or {},
+        "scan": scan, "const": const or {}, "visible": visible,
         "scalars": [{"name": n, "type": t, "default": d} for n, t, d in scalars],
         "tensors": [{"name": n, "dims": list(d), "dtype": t, "sorted": False} for n, d, t in tensors],
         "emits": [{"name": n, "index": list(i), "reduce": r, "rows": k} for n, i, r, k in emits],
@@ -157,7 +158,7 @@ def served_manifest(
 ):  # fmt: skip
     """The manifest of a served kernel; `page_size` None: ragged, else pages, or `blocks`, of so many rows.
     `positions`: what of them the variant reads."""
-    made = manifest(scalars=scalars, tensors=tensors, **options)
+    made = manifest(scalars=scalars, tensors=tensors, visible=visible, **options)
     if source == "tma":
         names = [("map_k", "tensormap"), ("map_v", "tensormap")]
     else:
@@ -179,13 +180,25 @@ def served_manifest(
     }  # fmt: skip
     return {
         **made, "layout": "ragged" if page_size is None else "blocks" if blocks else "paged", "page_size": page_size,
-        "visible": visible, "positions": list(positions),
+        "positions": list(positions),
         "kernels": {"serve": kernel},
     }  # fmt: skip
 
 
 def served_artifact(**options):
     return Artifact(served_manifest(**options), {"serve": b"cubin"}, Path("test"))
+
+
+def with_prepass(made, factors=(), **of):
+    """The artifact of a variant that may go through a pre-pass; `of`: features by vector, `factors`: those that have
+    only a factor."""
+    ((name, main),) = made.manifest["kernels"].items()
+    params = [(f"{x}{out}", "ptr") for x in "kv" for out in ("", "_out")]
+    params += [(f"{x}_{dim}_stride", "i32") for x in "kv" for dim in ("batch", "row", "head")]
+    first = {**main, "cubin": "prepass.cubin", "params": layout(params), "of": of, "factors": list(factors)}
+    kernels = {name: main, "prepared": {**main, "cubin": "prepared.cubin"}, "prepass": first}
+    cubins = dict.fromkeys(kernels, b"cubin")
+    return Artifact({**made.manifest, "kernels": kernels}, cubins, made.path)
 
 
 COUNTS = ("rows", "lines", "words", "team", "num_qo_heads", "num_kv_heads", "group_size")

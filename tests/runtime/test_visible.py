@@ -128,3 +128,11 @@ def test_division_by_zero_where_it_is_not_taken():
 def test_sums_wrap_as_the_kernels_do():
     lo = ["add", ["param", "x"], ["leaf", "i0"]]
     assert ends({"lo": lo, "hi": None}, {"x": 2**31 - 1})[0] == [0, 0]  # wrapped below zero
+
+
+def test_scalars_that_an_answer_depends_on():
+    """Those of weaker ends, too; none of leaves."""
+    spec = {"lo": ["sub", ["leaf", "i0"], ["param", "window"]], "lo_any": None, "hi": ["const", 5]}
+    assert Visible(spec).asks() == {"window"}
+    assert Visible({**spec, "hi_any": ["param", "n"]}).asks() == {"window", "n"}
+    assert Visible({"hi": ["leaf", "i1"]}).asks() == Visible({}).asks() == set()

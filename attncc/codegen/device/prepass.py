@@ -159,5 +159,7 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
 
 
 @cute.jit
-def host(values, stream: cuda.CUstream, p: cutlass.Constexpr, fn: cutlass.Constexpr):
-    kernel(values, p, fn).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream)
+def host(
+    values, stream: cuda.CUstream, p: cutlass.Constexpr, fn: cutlass.Constexpr, per_sm: cutlass.Constexpr,
+):  # fmt: skip
+    kernel(values, p, fn).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=per_sm)

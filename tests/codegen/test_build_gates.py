@@ -75,7 +75,7 @@ def test_a_spilling_functor_is_built_with_fewer_keys_a_block(
 
     monkeypatch.setattr(build, "build_once", build_once)
     build.build(None, config, "")  # type: ignore[arg-type]
-    assert tried == [128, 96, 64]
+    assert tried == [128, 112, 96, 64]
     monkeypatch.setattr(config.__class__, "narrower", lambda self: None)
     with pytest.raises(build.SpillError):
         build.build(None, config, "")  # type: ignore[arg-type]

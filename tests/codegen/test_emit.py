@@ -111,7 +111,8 @@ def case_of(variant: str) -> Case:
 def test_pages_change_nothing_without_tensors_over_rows_or_keys() -> None:
     """... nor does it matter to the module whether keys lie in pages: the Env says so at run time."""
     for case in ALL:
-        (dense, most), (paged, some), (ragged, _) = (emitted(case, layout) for layout in ("dense", "paged", "ragged"))
+        made = [emitted(case, layout) for layout in ("dense", "paged", "ragged")]
+        (dense, most), (paged, some), (ragged, _) = ((x[0], x[1]) for x in made)
         variant = case.load()
         over = {dim for t in variant.tensors for dim in t.dims} & {"iq", "j"}  # ... nor pieces of tiles that emit
         differ = over or variant.emits or most.features != some.features  # there may be room for fewer tables

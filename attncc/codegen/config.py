@@ -283,7 +283,7 @@ def choose(
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
         turnings=tables_of(turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
-        features=tuple({"d": head_dim_qk, "e": head_dim_vo}[space] for space, _ in feature_values(variant, slots)),
+        features=entries_of(feature_values(variant, slots), {"d": head_dim_qk, "e": head_dim_vo}),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         emits=tuple(reduce for reduce, _ in distinct(variant)),
@@ -296,6 +296,11 @@ def choose(
 def tables_of(tables: Iterable[Turning]) -> tuple[tuple[str, int], ...]:
     """KernelConfig.turnings."""
     return tuple((t.scaling, t.dims) for t in tables)
+
+
+def entries_of(values: Iterable[tuple[str, Expr]], head_dims: dict[str, int]) -> tuple[int, ...]:
+    """KernelConfig.features."""
+    return tuple(head_dims[space] for space, _ in values)
 
 
 def starts_at_zero(ranges: TileRanges) -> bool:

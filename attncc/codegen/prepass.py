@@ -11,9 +11,9 @@ from typing import Any
 
 from attncc.ir.nodes import SLOT_DEFAULTS, Variant
 
-from .config import KernelConfig, tables_of
+from .config import KernelConfig, entries_of, tables_of
 from .emit import Emitted, emit_keys
-from .vectors import SLOTS, turnings
+from .vectors import SLOTS, feature_values, turnings
 
 NAME, THREADS = "prepass", 256
 LAYOUTS = ("dense", "ragged")  # of k and v that a pre-pass may copy; a cache in pages is never copied
@@ -41,8 +41,11 @@ def generated(variant: Variant, config: KernelConfig, slots: Iterable[str]) -> t
     main kernel; `slots`: what is applied."""
     slots = tuple(slots)
     alone = prepared(variant, (slot for slot in SLOTS if slot not in slots))
-    tables = tables_of(turnings(alone, {"d": config.head_dim_qk, "e": config.head_dim_vo}))
-    config = replace(config, f_k="f_k" in slots, f_v="f_v" in slots, turnings=tables)
+    head_dims = {"d": config.head_dim_qk, "e": config.head_dim_vo}
+    config = replace(
+        config, f_k="f_k" in slots, f_v="f_v" in slots, turnings=tables_of(turnings(alone, head_dims)),
+        features=entries_of(feature_values(alone, slots), head_dims),
+    )  # fmt: skip
     return emit_keys(alone, config, slots), config
 
 

@@ -10,8 +10,10 @@ import pytest
 from gpu.cases import Case, example, example_cases, hard_cases, odd_cases
 
 from attncc import compiler
+from attncc.codegen import prepass
 from attncc.codegen.config import KernelConfig
 from attncc.codegen.emit import Emitted
+from attncc.ir.fold_vectors import of_keys
 
 ALL = [*example_cases(), *hard_cases(), *odd_cases()]
 SERVED = ("tree_verify", "key_scales", "gated_output", "packed_documents", "alibi", "t5_encoder")
@@ -49,6 +51,16 @@ def test_modules_import_cutlass_alone_and_are_straight_line(case: Case, layout: 
     assert len(set(params)) == len(params)
     used = {int(k) for k in re.findall(r"x\.params\[(\d+)\]", text)}
     assert used == set(range(len(params)))
+
+
+@pytest.mark.parametrize("case", [c for c in example_cases() if of_keys(c.load())], ids=lambda c: c.variant)
+def test_a_pre_pass_has_the_tables_that_its_kernel_fills(case: Case) -> None:
+    options = compiler._options(case.head_dim, case.head_dim_vo, case.dtype, dict(case.const), "dense", None, "sm_90a")
+    special = compiler.specialized(case.load(), options)
+    found, config = prepass.generated(special, emitted(case)[1], of_keys(special))
+    assert re.findall(r"def feature_(\d+)", found.text) == [str(n) for n in range(len(config.features))]
+    assert re.findall(r"def turning_(\d+)", found.text) == [str(n) for n in range(len(config.turnings))]
+    assert config.features == () or config.features == (case.head_dim,)
 
 
 def body(text: str, function: str) -> str:

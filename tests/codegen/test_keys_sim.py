@@ -22,6 +22,8 @@ CASES = [
     keys_case("turned_keys", head_dim=80, dtype="f16"), keys_case("normed_keys", head_dim=128),
     keys_case("shifted_values", head_dim=192, head_dim_vo=128),
     keys_case("of_requests", head_dim=40, head_dim_vo=72, dtype="f16"),
+    keys_case("turned_everywhere", head_dim=200, head_dim_vo=216),
+    keys_case("turned_in_part", head_dim=200),
 ]  # fmt: skip
 # more than a tile of queries and a block of keys; a block and a bit; more queries than keys
 SIZES = [(2, 150, 300, 4, 2), (1, 7, 129, 5, 1), (1, 140, 30, 2, 2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,18 @@ from codegen.simulated import Served, check, inputs_for
 from gpu.cases import Case, vector_cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
+
+
+def test_parts_of_a_row_take_every_feature_once() -> None:
+    device = pytest.importorskip("attncc.codegen.device.vectors")
+    for blocks, style in product(range(17, 33), ("neox", "interleaved")):
+        for dims in range(4, 8 * blocks + 1, 4):
+            found = [
+                (8 * (run.first + n) + offset + 2 * lane + c, run.turns)
+                for run in device.runs_of([("rope", dims, style, 0, 1)], blocks, True)
+                for n, offset, lane, c in product(range(run.count), run.offsets, range(run.begin, run.end), range(2))
+            ]
+            assert sorted(found) == [(n, n < dims) for n in range(8 * blocks)]
 
 
 @pytest.mark.parametrize("case", vector_cases(), ids=str)

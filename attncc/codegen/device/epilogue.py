@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from .functors import NEG_INF, shift_of, sink_of
 from .gather import place
-from .layout import coords, element, mma_values, quad, row_elems
+from .layout import coords, element, mma_values, quad, rounds_of, row_elems
 from .vectors import plus
 
 LN2 = math.log(2.0)
@@ -42,7 +42,7 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile,
     """O becomes the attention output; lse the natural log-sum-exp of each row (-inf: it saw no key)."""
     for i in cutlass.range_constexpr(2):
         inv, log2 = close_row(p, fn, tile, i, base[i], total[i], p.sink)
-        for e in row_elems(i, p.tile_vo):
+        for e in row_elems(i, p.head_dim_vo):
             O[e] = O[e] * inv
         lse[i] = LN2 * log2
 
@@ -70,15 +70,20 @@ class Staging:
         self.put = cute.make_tiled_copy_C(atom, piece).get_slice(t)
         out = cute.make_rmem_tensor(layout, element(p))
         self.src, self.dst = self.put.retile(out), self.put.partition_D(sO)
-        self.slim = cute.make_tensor(out.iterator, cute.make_layout((8, self.cols // 16)))
+        self.slim = out.iterator
         self.acc = acc_o
 
 
 def fill_stage(p, st: Staging, r: int, w) -> None:
     """Features of round r, by stmatrix."""
-    wide = cute.make_tensor(st.acc.iterator + r * (st.cols // 2), cute.make_layout((8, st.cols // 16)))
-    for k in range(st.cols // 16):
-        st.slim[None, k].store(wide[None, k].load().to(element(p)))
+    eights = rounds_of(p)[r]
+    for k in range(-(-len(eights) // 2)):
+        held = min(8, 4 * len(eights) - 8 * k)
+        wide, slim = (
+            cute.make_tensor(x, cute.make_layout(held))
+            for x in (st.acc.iterator + (4 * eights[0] + 8 * k), st.slim + 8 * k)
+        )
+        slim.store(wide.load().to(element(p)))
         cute.copy(st.put, st.src[(None, k), None, None], st.dst[(None, k), None, None, w])
 
 
@@ -90,7 +95,7 @@ def store_tile(p: cutlass.Constexpr, atom_o, sO, acc_o, t: Int32, w: Int32, m: I
     sOp, gOp = cpasync.tma_partition(
         atom_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
     )
-    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+    for r, _ in enumerate(rounds_of(p)):
         # the previous store of this warpgroup must have left the buffer
         if t < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -112,7 +117,7 @@ def store_rows(
     st = Staging(p, sO, acc_o, t)
     chunks = p.stage_vo // 8
     base = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
-    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+    for r, _ in enumerate(rounds_of(p)):
         cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
         fill_stage(p, st, r, w)
         cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)

@@ -26,11 +26,11 @@ class Feature(NamedTuple):
 
 
 class Tables:
-    """The entries of this lane's features of a row, read when they are first asked for.  `blocks`: as of a Part
-    (vectors.py)."""
+    """The entries of this lane's features of a row, read when they are first asked for.  `blocks`, `shifts`: as of a
+    Part (vectors.py)."""
 
-    def __init__(self, p, begin, blocks, t):
-        self.p, self.blocks = p, list(blocks)
+    def __init__(self, p, begin, blocks, t, shifts):
+        self.p, self.blocks, self.shifts = p, list(blocks), shifts
         self.mine = begin + (t % 4) * 8 if p.features else begin
         self.known: dict = {}
 
@@ -39,7 +39,7 @@ class Tables:
 
     def pair(self, n: int, block, place: int):
         if (n, place) not in self.known:
-            at, offset = self.mine, 4 * sum(self.p.features[:n])
+            at, offset = self.mine, 4 * (sum(self.p.features[:n]) + self.shifts[place])
             if isinstance(block, int):
                 offset += 32 * block
             else:

@@ -20,7 +20,7 @@ from .forward import weights
 from .functors import Block
 from .gather import place, turn_of
 from .keys import ROWS, Keys, eight_further, ready_of, say_ready, transform_rows, transform_sixteen
-from .layout import by_row, panel_width, quad
+from .layout import by_row, panel_width, quad, rounds_of
 from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
 from .packed import FEW, block_of
@@ -115,10 +115,11 @@ def scores_of_sixteen(p, S, queries, keys: Sixteen) -> None:
 def add_values(p, acc_o, P, values: Sixteen) -> None:
     """O += P V of this warp's keys."""
     a = [P[n] for n in range(4)]
-    for k in range(p.tile_vo // 16):
+    for k in range(-(-p.head_dim_vo // 16)):
         b = load_matrices(values(k), transposed=True)
         multiply(p, acc_o, 8 * k, a, b[:2])
-        multiply(p, acc_o, 8 * k + 4, a, b[2:])
+        if 16 * k + 8 < p.head_dim_vo:
+            multiply(p, acc_o, 8 * k + 4, a, b[2:])
 
 
 @cute.jit
@@ -201,7 +202,7 @@ def attend_few(
                     clear_own_tail(p, values, group, left)
             transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group, more_v)
             if stale:
-                rescale(O, p.tile_vo, state.grow)
+                rescale(O, p.head_dim_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))
         give_back(v_ring, ready_of(p, ready, "v") if p.f_v else None, at, vs, lead)
         at, n = at + 1, n - 1
@@ -250,15 +251,15 @@ def meet(
     lane = cute.arch.lane_idx()
     row, c_in = lane // 4, (lane % 4) * 2
     factors = weigh_states(p, state, tile, sums, group, row)
-    blocks = p.stage_vo // 8  # of eight rows by eight features, one after another
     for i in cutlass.range_constexpr(2):
-        for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+        for r, eights in enumerate(rounds_of(p)):
+            blocks = len(eights)  # of eight rows by eight features, one after another
             if rows > 8 * i:
                 if const_expr(i + r > 0):
                     cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
-                for n in cutlass.range_constexpr(blocks):
+                for n, eight in enumerate(eights):
                     here = stage + ((group * blocks + n) * 64 + row * 8 + c_in) * 4
-                    x, y = (O[i, c, r * blocks + n] * factors[i] for c in range(2))
+                    x, y = (O[i, c, eight] * factors[i] for c in range(2))
                     cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[here, x, y])
                 if w == 1:
                     cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
@@ -267,13 +268,13 @@ def meet(
                     add_up(p, stage, blocks, t)
                     cute.arch.barrier(barrier_id=BAR_STORE, number_of_threads=128)
                     if t < 32:
-                        for n in cutlass.range_constexpr(blocks):
+                        for n, eight in enumerate(eights):
                             x, y = cute.arch.inline_ptx(
                                 "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
                                 write_only_types=[Float32] * 2,
                                 read_only_args=[stage + (n * 64 + row * 8 + c_in) * 4],
                             )
-                            O[i, 0, r * blocks + n], O[i, 1, r * blocks + n] = x, y
+                            O[i, 0, eight], O[i, 1, eight] = x, y
     if const_expr(p.emits):
         meet_emits(p, state, stage, group, w)
     if w == 0:

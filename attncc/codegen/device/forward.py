@@ -24,7 +24,7 @@ from .features import fill_features
 from .functors import Block, Env, Grid, open_tile
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
-from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout, values_of
 from .lists import with_lists
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_tables, features_of, fill_turnings
@@ -167,10 +167,10 @@ def consume(
     tqk, tpv = mqk.get_slice(t), mpv.get_slice(t)
     rQ = tqk.make_fragment_A(tqk.partition_A(sQ))
     rK = tqk.make_fragment_B(tqk.partition_B(sK))
-    rV = tpv.make_fragment_B(tpv.partition_B(sV))
+    rV = values_of(p, sV, t)
     acc_s = tqk.make_fragment_C(tqk.partition_shape_C((64, p.tile_kv)))
-    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.tile_vo)))
-    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.tile_vo)
+    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.head_dim_vo)))
+    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.head_dim_vo)
     # words of two weights: [2 n8 + row], this block's and the next one's
     P = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
     Pn = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
@@ -249,7 +249,7 @@ def consume(
             release(v_ring, vs, lead)
             vs, vph = advance(p.v_stages, vs, vph)
             if stale:
-                rescale(O, p.tile_vo, state.grow)
+                rescale(O, p.head_dim_vo, state.grow)
             settle(P, Pn, zero)
             if const_expr(p.f_v):
                 cute.arch.mbarrier_wait(v_ring.full + vs, vph)

@@ -62,14 +62,26 @@ def mma_scores(p):
 def mma_values(p, cols: int | None = None):
     dt = element(p)
     return sm90.make_trivial_tiled_mma(
-        dt, dt, K_MAJOR, MN_MAJOR, Float32, (1, 1, 1), (64, cols or p.tile_vo), warpgroup.OperandSource.RMEM
+        dt, dt, K_MAJOR, MN_MAJOR, Float32, (1, 1, 1), (64, cols or p.head_dim_vo), warpgroup.OperandSource.RMEM
     )
+
+
+def values_of(p, sV, t):
+    """V as an operand.  Rows of the tile are whole panels, of which a product may read less."""
+    whole = mma_values(p, p.tile_vo).get_slice(t)
+    return whole.make_fragment_B(whole.partition_B(sV))
 
 
 def by_row(acc, cols: int):
     """A 64 x cols fp32 accumulator as (2 rows, 2 neighbours, cols/8): this thread's elements are rows r, r + 8 and
     columns 8 n + c of its corner."""
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cols // 8), stride=(2, 1, 4)))
+
+
+def rounds_of(p) -> list[range]:
+    """The eights of features that the store buffer holds at once, time after time."""
+    each, whole = p.stage_vo // 8, p.head_dim_vo // 8
+    return [range(first, min(first + each, whole)) for first in range(0, whole, each)]
 
 
 def row_elems(i: int, cols: int):

@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from .emits import OPS, add_parts, in_fours, store_parts
 from .epilogue import BAR_STORE, close_row
 from .functors import NEG_INF
-from .layout import quad
+from .layout import quad, rounds_of
 from .packed import SOURCES, TARGET_WORDS, word
 from .softmax import IDENTITY
 from .vectors import plus
@@ -38,17 +38,16 @@ SUMS = 256  # words for the bases and sums of rows: of 64 rows of one warpgroup,
 def hand_over(p: cutlass.Constexpr, acc_o, state, exchange, sums, used, t: Int32):
     """The second warpgroup's state, through shared memory: the store buffer of both, free once the first one has come
     to this item.  Nobody may write there again before BAR_TAKEN."""
-    each = p.stage_vo // 8
     own = [quad(plus, state.total[i]) for i in range(2)]
-    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+    for r, eights in enumerate(rounds_of(p)):
         cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
         if used:
             if const_expr(r == 0):
                 if t % 4 == 0:
                     mine = pack4(state.top[0], state.top[1], own[0], own[1]).load()
                     cute.make_tensor(sums + t, cute.make_layout(4)).store(mine)
-            for k in cutlass.range_constexpr(each):
-                cute.autovec_copy(quarter(acc_o, r * each + k), exchange_slice(exchange, k, t))
+            for k, n in enumerate(eights):
+                cute.autovec_copy(quarter(acc_o, n), exchange_slice(exchange, k, t))
         cute.arch.barrier_arrive(barrier_id=BAR_READY, number_of_threads=256)
     if const_expr(p.emits):
         cute.arch.barrier(barrier_id=BAR_FREE, number_of_threads=256)
@@ -68,12 +67,11 @@ def pack4(*values):
 @cute.jit
 def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: Int32):
     """The first warpgroup's state becomes that of both."""
-    each = p.stage_vo // 8
     mine, theirs = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
     mine.fill(1.0)
     theirs.fill(1.0)
     other = cute.make_rmem_tensor((4,), Float32)
-    for r in cutlass.range_constexpr(p.tile_vo // p.stage_vo):
+    for r, eights in enumerate(rounds_of(p)):
         cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
         if used:
             if const_expr(r == 0 and p.scan == "softmax"):
@@ -87,12 +85,12 @@ def receive(p: cutlass.Constexpr, acc_o, state, tile, exchange, sums, used, t: I
                     theirs[i] = cute.math.exp2((other[i] - new) * scale, fastmath=True)
                     state.top[i] = new
                     state.total[i] = state.total[i] * mine[i] + other[2 + i] * theirs[i]
-            for k in cutlass.range_constexpr(each):
+            for k, n in enumerate(eights):
                 cute.autovec_copy(exchange_slice(exchange, k, t), other)
-                here = quarter(acc_o, r * each + k)
+                here = quarter(acc_o, n)
                 for e in cutlass.range_constexpr(4):
                     here[e] = here[e] * mine[e // 2] + other[e] * theirs[e // 2]
-        last = r + 1 == p.tile_vo // p.stage_vo and not p.emits
+        last = r + 1 == len(rounds_of(p)) and not p.emits
         cute.arch.barrier_arrive(barrier_id=BAR_TAKEN if last else BAR_FREE, number_of_threads=256)
     if const_expr(p.emits):
         cute.arch.barrier(barrier_id=BAR_READY, number_of_threads=256)
@@ -245,22 +243,23 @@ def add_pieces(p, target, first, log2, values, base, total, acc):
 
 
 @cute.jit
-def merge_few(
-    p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32
+def sum_pieces(
+    p: cutlass.Constexpr, target, first, rows: Int32, g: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32
 ):
-    """merge_pieces for a few rows, where most threads of the fragment would idle: each takes four features of a row,
-    and leaves them in shared memory for the fragment.  `stage`: address of the warpgroup's part of the store buffer."""
+    """Into shared memory: the pieces' sum of `rows` rows from the first-th on, few_rows(p) at most, and then (base,
+    sum) of each.  A thread takes four features of a row, where most threads of the fragment would idle.  `stage`:
+    address of the warpgroup's part of the store buffer."""
     chunks, few = p.head_dim_vo // 4, few_rows(p)
     sums = stage + few * p.head_dim_vo * 4
     cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)  # the last store has read the buffer
-    for k in cutlass.range((target.rows * chunks + 127) // 128, unroll=1):
+    for k in cutlass.range((rows * chunks + 127) // 128, unroll=1):
         at = k * 128 + t
-        if at < target.rows * chunks:
+        if at < rows * chunks:
             here, part = at // chunks, at % chunks
             base, total = Float32(NEG_INF), Float32(0.0)
             acc = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
             for s in cutlass.range(0, target.sources, BATCH, unroll=1):
-                log2, values = load_pieces(p, target, s, here, part, g, lists, sizes)
+                log2, values = load_pieces(p, target, s, first + here, part, g, lists, sizes)
                 base, total, acc = add_pieces(p, target, s, log2, values, base, total, acc)
             store = "st.shared.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};"
             cute.arch.inline_ptx(store, read_only_args=[stage + (here * p.head_dim_vo + part * 4) * 4, *acc])
@@ -269,14 +268,46 @@ def merge_few(
                     "st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[sums + here * 8, base, total]
                 )
     cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
-    bases, totals = (), ()
+
+
+def summed(p, O, i: int, row, c_in, stage):
+    """Row `row` of those that sum_pieces left: its features to row i of the fragment; (base, sum)."""
     load = "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
+    sums = stage + few_rows(p) * p.head_dim_vo * 4
+    found = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[sums + row * 8])
+    for n in range(p.head_dim_vo // 8):
+        at = stage + (row * p.head_dim_vo + c_in + 8 * n) * 4
+        O[i, 0, n], O[i, 1, n] = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[at])
+    return found
+
+
+@cute.jit
+def merge_few(
+    p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32
+):
+    """merge_pieces for at most few_rows(p) rows."""
+    sum_pieces(p, target, 0, target.rows, g, stage, lists, sizes, t, w)
+    bases, totals = (), ()
     for i in cutlass.range_constexpr(2):
-        mine = cutlass.min(row + 8 * i, target.rows - 1)
-        base, total = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[sums + mine * 8])
+        base, total = summed(p, O, i, cutlass.min(row + 8 * i, target.rows - 1), c_in, stage)
         bases, totals = (*bases, base), (*totals, total)
-        for n in cutlass.range_constexpr(p.head_dim_vo // 8):
-            at = stage + (mine * p.head_dim_vo + c_in + 8 * n) * 4
-            x, y = cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[at])
-            O[i, 0, n], O[i, 1, n] = x, y
     return bases, totals
+
+
+@cute.jit
+def merge_in_lots(
+    p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32
+):
+    """merge_pieces, a few rows after the other: slower for many, but nothing is added up in the fragment, and so ptxas
+    finds registers for one that is no power of two."""
+    lot = const_expr(8 if few_rows(p) < 16 else 16)
+    bases, totals = cute.make_rmem_tensor((2,), Float32), cute.make_rmem_tensor((2,), Float32)
+    bases.fill(NEG_INF)
+    totals.fill(0.0)
+    for first in cutlass.range(0, target.rows, lot, unroll=1):
+        sum_pieces(p, target, first, cutlass.min(target.rows - first, lot), g, stage, lists, sizes, t, w)
+        for i in cutlass.range_constexpr(2):
+            mine = row + 8 * i - first
+            if (mine >= 0) & (mine < lot):
+                bases[i], totals[i] = summed(p, O, i, cutlass.min(mine, target.rows - 1 - first), c_in, stage)
+    return (bases[0], bases[1]), (totals[0], totals[1])

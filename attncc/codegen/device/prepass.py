@@ -22,6 +22,7 @@ from .rope import allocate_tables, features_of, fill_turnings
 from .softmax import opaque
 
 SHARE = 16  # rows of a warp at a time
+LOT = 4  # copies of a lane
 TILE = SHARE * (THREADS // 32)
 
 Pass = NamedTuple("Pass", [(name, Any) for name, _ in PARAMS])
@@ -87,6 +88,13 @@ def chunks_of(side: Side):
         yield cutlass.min(at // each, SHARE - 1), at % each
 
 
+def lots_of(side: Side):
+    """... and of those that are on their way at once: where rows fill no tile, all of them would make ptxas spill."""
+    chunks = list(chunks_of(side))
+    size = len(chunks) if side.used == side.width else LOT
+    return [chunks[k : k + size] for k in range(0, len(chunks), size)]
+
+
 @cute.jit
 def pass_over(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, x, outer,
@@ -103,18 +111,19 @@ def pass_over(
         b = m // tiles
         row0 = (m - b * tiles) * TILE + first
         here = side.source + (Int64(b) * side.batch + Int64(g) * side.head) * 16
-        found = []
-        for row, chunk in chunks_of(side):  # rows past the last repeat it
-            at = here + Int64(cutlass.min(row0 + row, x.rows - 1)) * Int64(side.row) * 16 + chunk * 16
-            found.append(cute.arch.inline_ptx(
-                "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                write_only_types=[Int32] * 4, read_only_args=[at],
-            ))  # fmt: skip
-        for (row, chunk), words in zip(chunks_of(side), found, strict=True):
-            cute.arch.inline_ptx(
-                "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[base + place(first + row, chunk, TILE, side.width), *words],
-            )
+        for lot in lots_of(side):
+            found = []
+            for row, chunk in lot:  # rows past the last repeat it
+                at = here + Int64(cutlass.min(row0 + row, x.rows - 1)) * Int64(side.row) * 16 + chunk * 16
+                found.append(cute.arch.inline_ptx(
+                    "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+                    write_only_types=[Int32] * 4, read_only_args=[at],
+                ))  # fmt: skip
+            for (row, chunk), words in zip(lot, found, strict=True):
+                cute.arch.inline_ptx(
+                    "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+                    read_only_args=[base + place(first + row, chunk, TILE, side.width), *words],
+                )
         cute.arch.sync_warp()
         for run in cutlass.range_constexpr(SHARE // ROWS):
             t = opaque(cute.arch.lane_idx())

@@ -158,25 +158,27 @@ def further(first, more):
 
 
 def shifted(values, distance: int, t):
-    """For every feature of a row's list (vectors.py) the one `distance` further on; past either end, anything.  What
-    other lanes of the quad hold comes by shuffle."""
-    found, lane, count = [], cute.arch.lane_idx(), len(values) // 2
-    moved = {}
-    for c in range(2):
+    """(n, c) -> of feature c of a lane's in eight n of a row's list (vectors.py) the one `distance` further on; past
+    either end, anything.  What other lanes of the quad hold comes by shuffle, when it is first asked for."""
+    lane, count = cute.arch.lane_idx(), len(values) // 2
+    there: dict = {}
+
+    def moved(n: int, other: int, lanes: int):
+        n = min(max(n, 0), count - 1)
+        if (n, other, lanes) not in there:
+            source = (lane & ~3) + ((lane + lanes) & 3)
+            there[n, other, lanes] = cute.arch.shuffle_sync(values[2 * n + other], source)
+        return there[n, other, lanes]
+
+    def at(n: int, c: int):
         lanes, other = divmod(c + distance, 2)
         blocks, lanes = divmod(lanes, 4)
+        n = n + blocks
         if lanes == 0:
-            moved[c] = lambda n, o=other, b=blocks: values[2 * ((n + b) % count) + o]
-            continue
-        source = (lane & ~3) + ((lane + lanes) & 3)
-        there = [cute.arch.shuffle_sync(values[2 * n + other], source) for n in range(count)]
-        past = (t % 4) + lanes >= 4
-        moved[c] = lambda n, x=there, b=blocks, past=past: cutlass.select_(
-            past, x[(n + b + 1) % count], x[(n + b) % count]
-        )
-    for n in range(count):
-        found += [moved[c](n) for c in range(2)]
-    return found
+            return values[2 * min(max(n, 0), count - 1) + other]
+        return cutlass.select_((t % 4) + lanes >= 4, moved(n + 1, other, lanes), moved(n, other, lanes))
+
+    return at
 
 
 def turn(values, dims: int, style: str, angle, t):
@@ -206,12 +208,15 @@ def turn(values, dims: int, style: str, angle, t):
         return turned
     head = values[: 2 * -(-dims // 8)]
     above, below = shifted(head, half, t), shifted(head, -half, t)
-    for n in range(-(-dims // 8)):
+    # an eight after its partner: few features are then needed both as they were and turned
+    for n in sorted(range(-(-dims // 8)), key=lambda n: n if 8 * n < half else n - half / 8):
         for c in range(2):
             at, feature = 2 * n + c, 8 * n + c + c_in
             first = feature < half
             cos, sin = angle(cutlass.min(cutlass.select_(first, feature, feature - half), half - 1))
-            x = cutlass.select_(first, values[at] * cos - above[at] * sin, values[at] * cos + below[at] * sin)
+            up = values[at] * cos - above(n, c) * sin if 8 * n < half else None
+            down = values[at] * cos + below(n, c) * sin if 8 * n + 8 > half else None
+            x = down if up is None else up if down is None else cutlass.select_(first, up, down)
             turned[at] = cutlass.select_(feature < dims, x, values[at])
     return turned
 

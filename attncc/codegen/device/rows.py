@@ -35,19 +35,26 @@ class Line(NamedTuple):
     width: int
     kept: Any = True
 
-    def address(self, n, t):
-        """Of this lane's word of the features from 8 n on."""
-        return self.base + place(self.row, n, self.rows, self.width) + (t % 4) * 4
+    def address(self, n, t, shift: int = 0):
+        """Of this lane's word of the features from 8 n + shift on."""
+        lane = t % 4
+        if shift:
+            n, lane = n + (lane + shift // 2) // 4, (lane + shift // 2) % 4
+        return self.base + place(self.row, n, self.rows, self.width) + lane * 4
 
-    def load(self, p, blocks, t):
-        return [x for n in blocks for x in unpack(p, load_word(self.address(n, t)))]
+    def load(self, p, blocks, t, shifts=()):
+        places = enumerate(blocks)
+        return [x for k, n in places for x in unpack(p, load_word(self.address(n, t, shifts[k] if shifts else 0)))]
 
-    def store(self, p, blocks, found, t) -> None:
+    def store(self, p, blocks, found, t, shifts=(), mine=None) -> None:
+        """Where this lane has a share in them: `mine`."""
         for k, n in enumerate(blocks):
             word = pack(p, found[2 * k], found[2 * k + 1])
             if self.kept is not True:
                 word = cutlass.select_(self.kept, word, Int32(0))
-            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[self.address(n, t), word])
+            given = {} if mine is None else {"predicate": mine}
+            at = self.address(n, t, shifts[k] if shifts else 0)
+            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word], **given)
 
 
 def transform_row(p, fn, slot: str, turnings, at: tuple, line: Line, features: int, t, room=True, known=None) -> None:
@@ -89,9 +96,19 @@ def transform_run(
 ):  # fmt: skip
     for n in cutlass.range(run.count, unroll=2):
         line = Line(base, row, rows, width, kept)
-        blocks = [run.first + n + offset for offset in run.offsets]
-        part = Part(blocks, sums, run.turns)
-        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t, part), t)
+        blocks = [run.first + n + offset // 8 for offset in run.offsets]
+        part = Part(blocks, sums, run.turns, shifts=tuple(offset % 8 for offset in run.offsets))
+        lane, mine = of_quad(run, t)
+        found = evaluate(p, fn, slot, turnings, at, line.load(p, blocks, lane, part.shifts), lane, part)
+        line.store(p, blocks, found, lane, part.shifts, mine)
+
+
+def of_quad(run, t):
+    """(the lane whose features of a part this one takes, do they count?): those past the part's repeat its last."""
+    if run.begin == 0 and run.end == 4:
+        return t, None
+    inner = t % 4
+    return (t & ~3) + cutlass.min(inner, run.end - 1), (inner >= run.begin) & (inner < run.end)
 
 
 def load_word(address):

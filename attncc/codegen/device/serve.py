@@ -25,7 +25,7 @@ from .functors import Block
 from .gather import place
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_pages import TEAM, Cache, stream_boxes, stream_queries, stream_rows, writers
-from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout
+from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout, values_of
 from .lists import with_lists
 from .merge import (
     BAR_FREE,
@@ -37,6 +37,7 @@ from .merge import (
     hand_over,
     merge_emits,
     merge_few,
+    merge_in_lots,
     merge_pieces,
     receive,
     store_partial,
@@ -174,7 +175,7 @@ def attend(
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:
-            rescale(O, p.tile_vo, state.grow)
+            rescale(O, p.head_dim_vo, state.grow)
         settle(P, Pn, zero)
         at = nxt
         if const_expr(p.f_v):
@@ -224,8 +225,10 @@ def conclude(
                         p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys,
                         item.i0, lists, sizes,
                     )  # fmt: skip
-                    if target.rows <= few_rows(p):
-                        stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
+                    stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
+                    if const_expr(p.head_dim_vo != p.tile_vo):
+                        base, total = merge_in_lots(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
+                    elif target.rows <= few_rows(p):
                         base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
                     else:
                         base, total = merge_pieces(p, O, target, item.g, r_in, c_in, lists, sizes)
@@ -299,8 +302,8 @@ def consume(
     mqk, mpv = mma_scores(p), mma_values(p)
     tqk, tpv = mqk.get_slice(t), mpv.get_slice(t)
     acc_s = tqk.make_fragment_C(tqk.partition_shape_C((64, p.tile_kv)))
-    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.tile_vo)))
-    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.tile_vo)
+    acc_o = tpv.make_fragment_C(tpv.partition_shape_C((64, p.head_dim_vo)))
+    S, O = by_row(acc_s, p.tile_kv), by_row(acc_o, p.head_dim_vo)
     # words of two weights: [2 n8 + row], this block's and the next one's
     P = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
     Pn = cute.make_rmem_tensor((p.tile_kv // 4,), Int32)
@@ -308,7 +311,7 @@ def consume(
         cute.recast_ptr(P.iterator, dtype=element(p)), cute.make_layout(((2, 2, 2), 1, p.tile_kv // 16))
     )
     rQ, rK = tqk.make_fragment_A(tqk.partition_A(sQ)), tqk.make_fragment_B(tqk.partition_B(sK))
-    rV = tpv.make_fragment_B(tpv.partition_B(sV))
+    rV = values_of(p, sV, t)
     frags = acc_s, acc_o, S, O, P, Pn, rQ, rK, rV, rP, sK.iterator.toint(), sV.iterator.toint()
     exchange = cute.recast_ptr(sO.iterator, swizzle_=cute.make_swizzle(0, 4, 3), dtype=cutlass.Float32)
     state = new_state(p)

@@ -22,12 +22,13 @@ def plus(a, b):
 
 class Part(NamedTuple):
     """Some eights of a row's features, `blocks`, which need of the rest the sums that are known alone.  `turns`: ropes
-    reach them; `until`: the step to stop at."""
+    reach them; `until`: the step to stop at; `shifts`: how many features further on each begins."""
 
     blocks: list
     sums: tuple = ()
     turns: bool = True
     until: int | None = None
+    shifts: tuple = (0, 0)
 
 
 def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None = None, known: dict | None = None):
@@ -40,13 +41,14 @@ def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None
     c_in = (t % 4) * 2
     sums, turned = (() if part is None else part.sums), ()
     blocks = range(len(values) // 2) if part is None else part.blocks
-    tables = Tables(p, features_of(p, turnings), blocks, t)
+    shifts = (0,) * len(blocks) if part is None else part.shifts
+    tables = Tables(p, features_of(p, turnings), blocks, t, shifts)
 
     def each(name: str):
         """The function of every feature."""
         return [
             getattr(fn, name)(
-                *at, x, c_in + (8 * blocks[k // 2] + k % 2), sums, tuple(row[k] for row in turned),
+                *at, x, c_in + (8 * blocks[k // 2] + (shifts[k // 2] + k % 2)), sums, tuple(row[k] for row in turned),
                 tables.of(k // 2, k % 2),
             )
             for k, x in enumerate(values)
@@ -98,12 +100,15 @@ WHOLE = 16  # eights of a row that stay in registers from step to step
 
 
 class Run(NamedTuple):
-    """Parts that are alike: for each n < count the eights of features first + n + offsets."""
+    """Parts that are alike: for each n < count the eights of features from 8 (first + n) + offsets on, and of these
+    what lanes `begin` to `end` of a quad hold."""
 
     first: int
     count: int
     offsets: tuple[int, ...]
     turns: bool
+    begin: int = 0
+    end: int = 4
 
 
 def runs_of(steps, blocks: int, room: bool) -> list[Run] | None:
@@ -115,11 +120,13 @@ def runs_of(steps, blocks: int, room: bool) -> list[Run] | None:
     if not ropes:
         return [Run(0, blocks, (0,), False)]
     dims, style, *_ = ropes[0]
-    pairs = dims // 16 if style == "neox" else 0
-    if len(ropes) > 1 or steps[-1][0] == "sum" or dims % (16 if pairs else 8):
+    if len(ropes) > 1 or steps[-1][0] == "sum" or (style == "neox" and dims % 4):
         return None
-    turning = Run(0, pairs, (0, pairs), True) if pairs else Run(0, dims // 8, (0,), True)
-    return [turning, Run(dims // 8, blocks - dims // 8, (0,), False)]
+    first, offsets = (dims // 2, (0, dims // 2)) if style == "neox" else (dims, (0,))
+    runs = [Run(0, first // 8, offsets, True), Run(first // 8, 1, offsets, True, 0, first % 8 // 2),
+            Run(dims // 8, 1, (0,), False, dims % 8 // 2, 4 if dims % 8 else 0),
+            Run(-(-dims // 8), blocks - -(-dims // 8), (0,), False)]  # fmt: skip
+    return [run for run in runs if run.count > 0 and run.begin < run.end]
 
 
 @cute.jit

@@ -143,20 +143,26 @@ class KernelConfig:
 
     def with_bytes_on_their_way(self) -> KernelConfig:
         """Served kernels, with as many stages, a power of two, as keep 128 KiB of keys on their way: what decoding
-        needs (64 KiB at 64 features ran at 85 % of the memory's rate)."""
+        needs (64 KiB at 64 features ran at 85 % of the memory's rate); or with fewer, where that is too much."""
         if not self.served:
             return self
         block = self.tile_kv * (self.tile_qk + self.tile_vo) * 2
         stages = max(2, 1 << (RING_BYTES // block).bit_length() - 1)
-        return replace(self, k_stages=stages, v_stages=stages)
+        fewer = replace(self, k_stages=stages, v_stages=stages)
+        while fewer.k_stages > 2 and fewer.shared_bytes() > SHARED_BYTES:
+            fewer = replace(fewer, k_stages=fewer.k_stages // 2, v_stages=fewer.v_stages // 2)
+        return fewer
 
-    def with_room_for_tables(self) -> KernelConfig:
-        """The tables of features that fit, besides what cannot do without shared memory."""
+    def shared_bytes(self) -> int:
+        """What the kernel cannot do without: tiles, tables of frequencies, and some for barriers and sums."""
         queries, keys = self.tile_qk * self.q_stages * self.tile_q, self.tile_qk * self.k_stages * self.tile_kv
         values, out = self.tile_vo * self.v_stages * self.tile_kv, self.stage_vo * self.tile_q
-        taken = 2 * (queries + keys + values + out) + OTHER_SHARED * (1 + self.served)
-        taken += sum(4 * dims for _, dims in self.turnings)
-        fit, spare = (), SHARED_BYTES - taken
+        tables = sum(4 * dims for _, dims in self.turnings)
+        return 2 * (queries + keys + values + out) + tables + OTHER_SHARED * (1 + self.served)
+
+    def with_room_for_tables(self) -> KernelConfig:
+        """The tables of features that fit besides."""
+        fit, spare = (), SHARED_BYTES - self.shared_bytes()
         for entries in self.features:
             if 4 * (sum(fit) + entries) > spare:
                 break

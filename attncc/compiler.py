@@ -211,10 +211,10 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
         for name, make, *part in parts:
             try:
                 kernels[name], made = make(*part, work_dir)
-            except DoesNotFit:
-                if not ahead or name != config.name:
-                    raise
-                continue  # the choice was left to us: keys always go through the pre-pass
+            except DoesNotFit as e:
+                if ahead and name == config.name:
+                    continue  # the choice was left to us: keys always go through the pre-pass
+                raise AttnError([too_large(in_kernel, options, str(e))]) from e
             files |= made
     return _manifest(src, written, special, in_kernel, options, kernels), files
 
@@ -409,6 +409,19 @@ def misfitting(variant: Variant, options: Options) -> list[Diagnostic]:
     src = variant.source or Source(variant.name, "")
     head_dims = {"d": options.head_dim_qk, "e": options.head_dim_vo}
     return [Diagnostic(message, src, rope.span, hint) for rope, message, hint in misfits(variant, head_dims)]
+
+
+def too_large(variant: Variant, options: Options, reason: str) -> Diagnostic:
+    """A kernel has no room for what the variant computes; said of the slot that mostly asks too much."""
+    from attncc.codegen.limits import REFERENCE
+    from attncc.codegen.vectors import used_slots
+
+    used = [*used_slots(variant), "f_logits"]
+    slot = next(name for name in ("epilogue", "f_v", "f_k", "f_q", "f_logits") if name in used)
+    dims = f"{options.head_dim_qk}/{options.head_dim_vo}"
+    message = f"{slot}: a kernel for head dims {dims} and {options.layout} keys has no room for this variant ({reason})"
+    hint = f"nearest: smaller head dims, or {REFERENCE}"
+    return Diagnostic(message, variant.source or Source(variant.name, ""), variant.span_of(slot), hint)
 
 
 def raise_all(problems: list[Diagnostic]) -> None:

@@ -357,8 +357,13 @@ def test_transforms_that_do_not_fit_into_the_kernel_are_left_to_the_pre_pass(bui
 
     assert kernels("dense", None) == kernels("ragged", None) == kernels("dense", True) == ["prepared", "prepass"]
     for keys, chosen in (("dense", False), ("paged", None)):
-        with pytest.raises(module.DoesNotFit):
+        with pytest.raises(AttnError) as e:  # with where it stands
             kernels(keys, chosen)
+        (found,) = e.value.diagnostics
+        assert (
+            found.message == f"f_k: a kernel for head dims 64/64 and {keys} keys has no room for this variant (spills)"
+        )
+        assert found.span.line == 2 and found.hint == "nearest: smaller head dims, or attncc.reference(…) computes it"
 
 
 def test_factors_of_keys_have_the_kernels_that_transforms_have(builds, monkeypatch):

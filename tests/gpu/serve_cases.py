@@ -7,7 +7,7 @@ the same), and not on head counts or lengths at all: the grid of the tests is la
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from cases import (
@@ -114,8 +114,13 @@ def all_served() -> list[Served]:
     """Each kernel once."""
     found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, *FOLDED]
     found += [HALF, *VECTORS, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
-    found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS, *FOLDED_BEFORE]
+    found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS, *FOLDED_BEFORE, *map(fused, FOLDED_BEFORE)]
     return list(dict.fromkeys(found))
+
+
+def fused(served: Served) -> Served:
+    """The same without a pre-pass."""
+    return replace(served, case=replace(served.case, prepass=False))
 
 
 # ---------------------------------------------------------------------- lengths

@@ -15,7 +15,7 @@ import serve_cases
 import torch
 from cases import Case, keys_case
 from checks import compile_case, inputs_for, run_and_check
-from serve_cases import Served, lengths_of
+from serve_cases import Served, fused, lengths_of
 from serve_checks import Batch, attention, make_batch, reference, same
 from serve_checks import check as check_batch
 from serve_checks import run as run_batch
@@ -49,10 +49,6 @@ def test_served(served: Served, group: int, kind: str, seed: int) -> None:
     """Tiles of few rows, of up to 64 and of more; pages whose last rows are NaN."""
     lengths = lengths_of(kind, 9000 if kind == "decode" else 3000, np.random.default_rng(seed))
     run_and_check_batch(make_batch(served, lengths, (2 * group, 2), seed))
-
-
-def fused(served: Served) -> Served:
-    return replace(served, case=replace(served.case, prepass=False))
 
 
 def run_alone(batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync
 from .factors import compute_factors, put_factors
 from .gather import announce, copy_rows, own_row, shares
 from .layout import coords
-from .packed import Holes, Load, Offset, Owner, env_of, kept_word, lines_of, peek
+from .packed import Holes, Keyed, Load, Owner, env_of, kept_word, lines_of, peek
 from .ring import advance, is_lead, release
 from .schedule import Walk, first_chunk, next_block
 
@@ -258,9 +258,9 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
 
 def key_env(p, items, it, item, lists, sizes):
     """What factors of keys are computed from: nothing of a request, nor of a query head."""
-    nobody = Owner(Int32(0), Int32(0), Int32(0), Int32(0))
-    offset = peek(Offset, items, it).offset if p.shelved else Int32(0)
-    return env_of(nobody, Int32(0), item.g, offset, item.keys, item.table, lists, sizes)
+    more = peek(Keyed, items, it) if p.shelved else Keyed(Int32(0), Int32(0))
+    nobody = Owner(Int32(0), Int32(0), Int32(0), more.kv_len)  # which checks listed keys' positions
+    return env_of(nobody, Int32(0), item.g, more.offset, item.keys, item.table, lists, sizes)
 
 
 def factors_of(p, fn, env, n, who=0, team: int = 1) -> tuple:

@@ -102,10 +102,11 @@ class Load(NamedTuple):
     split: Any
 
 
-class Offset(NamedTuple):
+class Keyed(NamedTuple):
     """... and where keys have factors."""
 
     offset: Any
+    kv_len: Any
 
 
 class Holes(NamedTuple):

@@ -1,8 +1,7 @@
 """What a key multiplies by: `k = k * c` is a factor of its dot products, `v = v * c` one of its weights.
 
-Who fills the slots of V puts the factors of a block's keys into shared memory before it waits for the block's own slot:
-they are wanted earlier, and are done with as soon as there are weights (given back with V, they came too late to a
-warpgroup that was ahead of the other).  So they have a ring of their own, with as many slots, at the same places.
+A producer puts the factors of a block's keys into a small ring in shared memory, which has as many slots as V's, at the
+same places: who fills V's slots, or, where batches are served, the schedule warp, which has time for it.
 
 A thread has two columns in eight; sixteen columns are a line of 64 bytes in which its four lie together, then comes
 such a line of the other factor, if there are two.
@@ -53,36 +52,34 @@ def factors(p, fn, env, where, there) -> tuple:
 
 
 # ------------------------------------------------------------------------------------- producers
-def compute_factors(p, fn, env, first, stop, who=0, team: int = 1) -> tuple:
-    """A lane's share of the factors of a block whose first key has place `first`; from `stop` on there are none.
-    `team` warps share them, of which this is the `who`-th."""
+def compute_factors(p, fn, env, first, stop) -> tuple:
+    """A lane's share of the factors of a block whose first key has place `first`; from `stop` on there are none."""
     found: tuple = ()
     if p.shelved:
-        for k in range(-(-p.tile_kv // (32 * team))):
-            at = first + own_column(k, who, team)
+        for k in range(-(-p.tile_kv // 32)):
+            at = first + own_column(k)
             found = (*found, factors(p, fn, env, key_position(p, env, at, stop), at < stop))
     return found
 
 
-def own_column(k: int, who, team: int):
-    return (k * team + who) * 32 + cute.arch.lane_idx()
+def own_column(k: int):
+    return 32 * k + cute.arch.lane_idx()
 
 
-def put_factors(p, shelf: Shelf, slot, phase, found: tuple, who=0, team: int = 1) -> None:
+def put_factors(p, shelf: Shelf, slot, phase, found: tuple) -> None:
     """... into a slot, when it is free.  Predicates, no branches: see `arrive`."""
     if not p.shelved:
         return
     cute.arch.mbarrier_wait(shelf.ring.empty + slot, phase)
     for k, values in enumerate(found):
-        column = own_column(k, who, team)
+        column = own_column(k)
         line, inside = column // LINE, ((column % 8) // 2) * 4 + ((column // 8) % 2) * 2 + column % 2
         to = shelf.base + slot * (used(p) * p.tile_kv * 4) + (line * (used(p) * LINE) + inside) * 4
-        inside_tile = None if (k + 1) * 32 * team <= p.tile_kv else Boolean(column < p.tile_kv)
+        inside_tile = None if 32 * (k + 1) <= p.tile_kv else Boolean(column < p.tile_kv)
         for n, x in enumerate(values):
             cute.arch.inline_ptx(
-                f"st.shared.f32 [{{$r0}} + {n * LINE * 4}], {{$r1}};", read_only_args=[to, x],
-                predicate=inside_tile,
-            )  # fmt: skip
+                f"st.shared.f32 [{{$r0}} + {n * LINE * 4}], {{$r1}};", read_only_args=[to, x], predicate=inside_tile
+            )
     cute.arch.sync_warp()
     arrive(shelf.ring.full + slot, is_lead())
 

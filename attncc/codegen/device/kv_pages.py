@@ -168,7 +168,7 @@ def want(wanted: cute.Pointer, lead):
 @cute.jit
 def stream_boxes(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, atom, sB, ring: cutlass.Constexpr,
-    item_ring: cutlass.Constexpr, shelf: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    item_ring: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One warp streams K, another V, block by block from the last to the first."""
     cpasync.prefetch_descriptor(atom)
@@ -176,7 +176,7 @@ def stream_boxes(
     slot, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
     live = True
     while live:
-        item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
@@ -190,8 +190,6 @@ def stream_boxes(
                     if k == cutlass.max(count - LEAD, 0):
                         want(wanted, lead)
                 fill_boxes(p, boxes, atom, ring, slot, phase, here, item.keys - now * p.tile_kv, tags, tag)
-                if const_expr(what == "v"):  # V first: factors are loaded, and waited for
-                    put_factors(p, shelf, slot, phase, factors_of(p, fn, env, now))
                 slot, phase = advance(ring.stages, slot, phase)
         elif const_expr(what == "k"):
             want(wanted, lead)
@@ -200,7 +198,7 @@ def stream_boxes(
 @cute.jit
 def stream_rows(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, who: Int32, k: Cache, v: Cache, q, sQ, sK, sV,
-    rings: cutlass.Constexpr, shelf: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    rings: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One of the warps that gather Q, K and V together.  A block of K is copied before the block of V that comes before
     it: so the consumers free the slots."""
@@ -210,7 +208,7 @@ def stream_rows(
     ks, kph, vs, vph, qs, qph, it, it_phase = (Int32(x) for x in (0, 1, 0, 1, 0, 1, 0, 0))
     live = True
     while live:
-        item, live, count, walk, first, env = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         places = look_up_rows(p, item, n, who, lists, sizes)
@@ -237,7 +235,6 @@ def stream_rows(
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
             fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
-            put_factors(p, shelf, vs, vph, factors_of(p, fn, env, now, who, TEAM), who, TEAM)
             vs, vph = advance(v_ring.stages, vs, vph)
         if (count == 0) & (who == 0):
             want(wanted, lead)
@@ -263,23 +260,33 @@ def key_env(p, items, it, item, lists, sizes):
     return env_of(nobody, Int32(0), item.g, more.offset, item.keys, item.table, lists, sizes)
 
 
-def factors_of(p, fn, env, n, who=0, team: int = 1) -> tuple:
-    """Of block n's keys."""
-    return compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop, who, team)
+@cute.jit
+def shelve(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, shelf: cutlass.Constexpr, slot: Int32, phase: Int32, items, it: Int32,
+    lists, sizes,
+):  # fmt: skip
+    """The factors of all blocks of an item, in the order in which they are visited; (slot, phase) of what follows."""
+    item = peek(Load, items, it)
+    env, walk = key_env(p, items, it, item, lists, sizes), walk_of_item(p, items, it, item, lists, sizes)
+    n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
+    for _ in cutlass.range(item.end - item.begin, unroll=1):
+        found = compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop)
+        put_factors(p, shelf, slot, phase, found)
+        slot, phase = advance(shelf.ring.stages, slot, phase)
+        n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+    return slot, phase
 
 
 def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
-    """Wait for the next item: what to load, is there one, its blocks, how to go through them, where that begins, and
-    the environment of its keys."""
+    """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins."""
     cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
     cute.arch.griddepcontrol_wait()  # the schedule warp has waited already; this makes it true of this warp's copies
     item = peek(Load, items, it)
     live, count = item.live != 0, item.end - item.begin
     walk = walk_of_item(p, items, it, item, lists, sizes)
     first = first_block(p, fn, walk, item)
-    env = key_env(p, items, it, item, lists, sizes)
     release(item_ring, it, lead)
-    return item, live, count, walk, first, env
+    return item, live, count, walk, first
 
 
 @cute.jit

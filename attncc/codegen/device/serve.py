@@ -419,7 +419,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         open_ring(q_ring, 4, 32 if p.chunk else 32 * TEAM)
         cute.arch.mbarrier_init(wanted, 1)
         open_ready(p, ready)
-        open_ring(shelf.ring, 4 * p.warpgroups, 1 if p.chunk else TEAM)
+        open_ring(shelf.ring, 4 * p.warpgroups)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -430,16 +430,16 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if const_expr(p.chunk):
             if warp == 0:
-                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, shelf, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
             if warp == 1:
-                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, shelf, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
             if warp == 2:
                 stream_queries(p, q, sQ, q_ring, item_ring, items, sizes)
         else:
             if warp < TEAM:
-                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, shelf, items, tags, wanted, lists, sizes)
+                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, items, tags, wanted, lists, sizes)
         if warp == 3:
-            deal_tickets(p, fn, item_ring, items, wanted, lists, sizes)
+            deal_tickets(p, fn, item_ring, shelf, items, wanted, lists, sizes)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(

@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
+from .kv_pages import shelve
 from .packed import FEW, ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, lines_of, row_env
 from .ring import advance
 from .schedule import Walk, count_blocks
@@ -109,9 +110,12 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
 
 
 @cute.jit
-def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, wanted, lists, sizes):
-    """Posts items; the first dead one ends the CTA.  tickets: two zeroed counters; the last CTA to run dry zeroes them
-    again."""
+def deal_tickets(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, shelf: cutlass.Constexpr, items, wanted,
+    lists, sizes,
+):  # fmt: skip
+    """Posts items, and the factors of their keys; the first dead one ends the CTA.  tickets: two zeroed counters; the
+    last CTA to run dry zeroes them again."""
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
@@ -122,6 +126,7 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
     # a graph that captured a run with fewer rows than the plan it is replayed with must not write past them
     total = cutlass.select_(rows <= sizes.rows, total, Int32(0))
     slot, phase, asked = Int32(0), Int32(1), Int32(0)
+    place, place_phase = Int32(0), Int32(1)  # on the shelf
     ticket = bx
     live = Boolean(True)
     while live:
@@ -145,6 +150,9 @@ def deal_tickets(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Cons
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.full + slot)
+        if const_expr(p.shelved):
+            if live:
+                place, place_phase = shelve(p, fn, shelf, place, place_phase, items, slot, lists, sizes)
         slot, phase = advance(ring.stages, slot, phase)
         if live:
             cute.arch.mbarrier_wait(wanted, asked)

@@ -188,12 +188,12 @@ def attend_few(
             scores_of_sixteen(p, acc_s, queries, keys)
         give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
         stale = Boolean(False)
-        own, own_phase = ring_place(p.v_stages, at)
-        factors_at = wait_factors(p, shelf, own, own_phase, group)
+        slot, phase = ring_place(p.v_stages, at)
+        factors_at = wait_factors(p, shelf, slot, phase, group)
         if group < p.tile_kv // KEYS:
-            mine_of = Block(block.col0 + KEYS * group, block.masked)
-            stale = weights(mine, fn, S, P, state, here, mine_of, factors_at, False)
-        give_back_factors(p, shelf, own, lead)
+            keys_of = Block(block.col0 + KEYS * group, block.masked)
+            stale = weights(mine, fn, S, P, state, here, keys_of, factors_at, False)
+        give_back_factors(p, shelf, slot, lead)
         vs = wait_block(v_ring, at)
         if group < p.tile_kv // KEYS:
             values = v_base + vs * (p.tile_kv * p.tile_vo * 2)

@@ -136,10 +136,10 @@ def attend(
     first_tile = with_lists(p, fn, tile, block.col0, True)
     warpgroup.wait_group(0)
     release_for(k_ring, ks, lead, stride)
-    own, own_phase = ring_place(p.v_stages, at)
-    factors_at = wait_factors(p, shelf, own, own_phase, Int32(0))
+    slot, phase = ring_place(p.v_stages, at)
+    factors_at = wait_factors(p, shelf, slot, phase, Int32(0))
     weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, factors_at, True)
-    give_back_factors(p, shelf, own, lead, stride)
+    give_back_factors(p, shelf, slot, lead, stride)
     if const_expr(p.chunk):
         left = item.offset + item.keys - (block.col0 - c_in)
         if left < p.tile_kv:
@@ -168,10 +168,10 @@ def attend(
         release_for(k_ring, ks, lead, stride)
         # without a mask only the tail of the keys is cut, and that is the first block
         ahead = block if p.mask else Block(block.col0, Boolean(False))
-        own, own_phase = ring_place(p.v_stages, nxt)
-        factors_at = wait_factors(p, shelf, own, own_phase, Int32(0))
+        slot, phase = ring_place(p.v_stages, nxt)
+        factors_at = wait_factors(p, shelf, slot, phase, Int32(0))
         stale = weights(p, fn, S, Pn, state, here, ahead, factors_at, False)
-        give_back_factors(p, shelf, own, lead, stride)
+        give_back_factors(p, shelf, slot, lead, stride)
         warpgroup.wait_group(0)
         release_for(v_ring, vs, lead, stride)
         if stale:

@@ -62,6 +62,7 @@ PRECISE = {**FAST, "exp": "cute.math.exp({})", "log": "cute.math.log({})", "exp2
            "rsqrt": "cute.math.rsqrt({})"}  # fmt: skip
 COLUMN_STAGES = ("block", "col")
 OWN_SIZES = {"query": "x.qo_len", "listed": "x.kv_len"}  # of axes whose extent in the argument is that of all requests
+DERIVED = ("bounds", "classify")  # stages of what the tile analysis made
 SEEN = "seen"  # the guard that the mask and kv_len put on every read of a score
 
 
@@ -230,7 +231,9 @@ class Emitter:
 
     def line(self, stage: Stage, text: str, e: Expr | None = None) -> str:
         name = f"v{len(stage.lines)}"
-        where = f"  # {self.file}:{e.span.line}" if e is not None and e.span.line else ""
+        # what is derived from a mask shares equal parts with those of other files, and so their lines
+        own = e is not None and e.span.line and stage.name not in DERIVED
+        where = f"  # {self.file}:{e.span.line}" if e is not None and own else ""
         stage.lines.append(f"{name} = {text}{where}")
         return name
 

@@ -142,6 +142,15 @@ def causal_like(kernel: Any) -> bool:
     return bool(next(iter(kernel.manifest["kernels"].values()))["causal_like"])
 
 
+def inputs_for(
+    variant: Variant, shape: Shape, options: dict[str, Any], seed: int, given: dict[str, object] | None
+) -> Inputs:
+    """Random inputs on the device; `options` as of compile, with a torch dtype."""
+    return random_inputs(
+        variant, shape, dtype=options["dtype"], device=DEVICE, seed=seed, given=given, const=options["const"]
+    )
+
+
 def bench_variant(
     source: Source, variant: Variant, shape: Shape, options: dict[str, Any], *,
     seed: int = 0, given: dict[str, object] | None = None, rounds: int = 3, rivals: bool = True,
@@ -152,15 +161,7 @@ def bench_variant(
     """
     options = {**options, "dtype": FLOATS[options["dtype"]]}
     kernel = compiler.compile(source, **options)
-    inputs = random_inputs(
-        variant,
-        shape,
-        dtype=options["dtype"],
-        device=DEVICE,
-        seed=seed,
-        given=given,
-        const=options["const"],
-    )
+    inputs = inputs_for(variant, shape, options, seed, given)
     given_params: dict[str, Any] = inputs.params
     params = {**{p.name: p.default for p in variant.scalars}, **kernel.manifest["const"], **given_params}
     causal = causal_like(kernel) and shape.qo_len == shape.kv_len
@@ -191,15 +192,7 @@ def bench_served(
     """Time BatchAttention over `shape.batch` requests of one length, in pages in random order or ragged, in rotated
     rounds with attncc's dense kernel and, where it takes the shape, cuDNN on the same values."""
     options = {**options, "dtype": FLOATS[options["dtype"]]}
-    inputs = random_inputs(
-        variant,
-        shape,
-        dtype=options["dtype"],
-        device=DEVICE,
-        seed=seed,
-        given=given,
-        const=options["const"],
-    )
+    inputs = inputs_for(variant, shape, options, seed, given)
     kernel = compiler.compile(source, **options)
     dense = compiler.compile(source, **{**options, "layout": "dense", "page_size": None})
     calls = served_calls(variant, shape, inputs, kernel, dense, options["page_size"])

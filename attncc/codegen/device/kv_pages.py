@@ -253,9 +253,9 @@ def walk_of_item(p, items, it, item, lists, sizes) -> Walk | None:
     )  # fmt: skip
 
 
-def key_env(p, items, it, item, lists, sizes):
+def key_env(items, it, item, lists, sizes):
     """What factors of keys are computed from: nothing of a request, nor of a query head."""
-    more = peek(Keyed, items, it) if p.shelved else Keyed(Int32(0), Int32(0))
+    more = peek(Keyed, items, it)
     nobody = Owner(Int32(0), Int32(0), Int32(0), more.kv_len)  # which checks listed keys' positions
     return env_of(nobody, Int32(0), item.g, more.offset, item.keys, item.table, lists, sizes)
 
@@ -267,7 +267,7 @@ def shelve(
 ):  # fmt: skip
     """The factors of all blocks of an item, in the order in which they are visited; (slot, phase) of what follows."""
     item = peek(Load, items, it)
-    env, walk = key_env(p, items, it, item, lists, sizes), walk_of_item(p, items, it, item, lists, sizes)
+    env, walk = key_env(items, it, item, lists, sizes), walk_of_item(p, items, it, item, lists, sizes)
     n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
     for _ in cutlass.range(item.end - item.begin, unroll=1):
         found = compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop)

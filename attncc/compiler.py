@@ -189,6 +189,7 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
 
     from attncc.codegen import listing, prepass
     from attncc.codegen.build import DoesNotFit, build
+    from attncc.codegen.emit import emit
     from attncc.ir.fold_vectors import of_keys
 
     slots = of_keys(special)
@@ -200,10 +201,15 @@ def built(src: Source, variant: str | None, options: Options) -> tuple[dict[str,
     ahead = slots and options.prepass is not False and options.layout in prepass.LAYOUTS
     parts: list[tuple[Any, ...]] = [] if ahead and options.prepass else [(config.name, build, emitted, config)]
     if ahead:
-        other, plain, _ = generated(prepass.prepared(special, slots), options)
+        other, plain, alone = generated(prepass.prepared(special, slots), options)
         plain = replace(plain, prepared=True)
+        factors = {slot[-1]: c for slot, c in slots.items() if c is not None}
+        if options.layout == "dense" and len(factors) == len(slots):
+            plain = replace(plain, ahead="".join(factors))
+            other = emit(alone, plain, factors)
         parts.append((plain.name, build, other, plain))
-        parts.append((prepass.NAME, prepass.build, *prepass.generated(special, config, slots), slots))
+        if not plain.ahead:
+            parts.append((prepass.NAME, prepass.build, *prepass.generated(special, config, slots), slots))
     if config.lists_by:
         parts.append((listing.NAME, listing.build, emitted, config))
     kernels, files = {}, {}

@@ -105,12 +105,12 @@ class Explanation:
             return []
         bounds = Visible(visible(v)).bind({**self.values, "group_size": heads // kv_heads})
         reads = routes.dense_reads((self.tile_q, self.tile_kv), 1, self.qo_len, self.kv_len, heads, bounds)
-        factors = [EXAMPLE_DIM] * sum(slots.values())
+        factors = [EXAMPLE_DIM] * sum(factor is not None for factor in slots.values())
         found = routes.costs(
             keys=kv_heads * self.kv_len, reads=reads, features=EXAMPLE_DIM * len(slots) - sum(factors), factors=factors,
             sm_count=EXAMPLE_SMS,
         )  # fmt: skip
-        named = [f"{slot} (a factor)" if folded else slot for slot, folded in slots.items()]
+        named = [slot if factor is None else f"{slot} (a factor)" for slot, factor in slots.items()]
         return [
             f"{' and '.join(named)}: each key is read {reads / heads / self.kv_len:.1f} times a query head",
             f"of {EXAMPLE_DIM} features for {heads} heads over {kv_heads} on {EXAMPLE_SMS} SMs: "

@@ -372,9 +372,10 @@ def test_factors_of_keys_have_the_kernels_that_transforms_have(builds, monkeypat
 
     module: Any = sys.modules["attncc.codegen.build"]
     seen: dict[str, Any] = {}
+    ahead: dict[str, str] = {}
 
     def build(emitted, config, work_dir):
-        seen[config.name] = emitted.text
+        seen[config.name], ahead[config.name] = emitted.text, config.ahead
         return {}, {}
 
     def build_prepass(emitted, config, factors, work_dir):
@@ -392,20 +393,29 @@ def test_factors_of_keys_have_the_kernels_that_transforms_have(builds, monkeypat
         return compiler.built(source, None, options)[0]
 
     of_key, of_head = "    f_k = k * ks[j, g]\n", "    f_k = k * vs[g]\n"
+    both = "    f_logits = s * ks[j, g]\n    f_v = v * ks[j, g]\n"
     for keys, main in (("dense", "forward"), ("ragged", "serve")):
-        made = manifest(of_key, keys)
-        assert list(made["kernels"]) == [main, "prepared", "prepass"] and set(made["visible"]) >= {"lo", "hi"}
-        assert made["kernels"]["prepass"] == {"of": (True, False), "factors": {"f_k": True}}
-        assert ["factors(x" in seen[n] for n in (main, "prepared", "prepass")] == [True, False, False]
-        assert ["def f_k(" in seen[n] for n in (main, "prepared", "prepass")] == [False, False, True]
-        assert list(manifest(of_key, keys, True)["kernels"]) == ["prepared", "prepass"]
         assert list(manifest(of_key, keys, False)["kernels"]) == [main]
         for body in (of_head, "    f_logits = s * ks[j, g]\n", "    f_v = v / f32(kv_len)\n"):
             assert list(manifest(body, keys)["kernels"]) == [main]
-        both = manifest("    f_logits = s * ks[j, g]\n    f_v = v * ks[j, g]\n", keys)["kernels"]
-        assert both["prepass"] == {"of": (False, True), "factors": {"f_v": True}} and "factors(x" in seen["prepared"]
         mixed = manifest("    f_k = rope(k, j)\n    f_v = v * ks[j, g]\n", keys)["kernels"]
-        assert mixed["prepass"] == {"of": (True, True), "factors": {"f_k": False, "f_v": True}}
+        assert list(mixed) == [main, "prepared", "prepass"]
+        assert mixed["prepass"]["of"] == (True, True) and list(mixed["prepass"]["factors"]) == ["f_k", "f_v"]
+        assert [c is None for c in mixed["prepass"]["factors"].values()] == [True, False]
+    made = manifest(of_key, "ragged")
+    assert list(made["kernels"]) == ["serve", "prepared", "prepass"] and set(made["visible"]) >= {"lo", "hi"}
+    assert made["kernels"]["prepass"]["of"] == (True, False) and list(made["kernels"]["prepass"]["factors"]) == ["f_k"]
+    assert ["factors(x" in seen[n] for n in ("serve", "prepared", "prepass")] == [True, False, False]
+    assert ["def f_k(" in seen[n] for n in ("serve", "prepared", "prepass")] == [False, False, True]
+    assert list(manifest(of_key, "ragged", True)["kernels"]) == ["prepared", "prepass"]
+    assert manifest(both, "ragged")["kernels"]["prepass"]["of"] == (False, True) and "factors(x" in seen["prepared"]
+    # of dense keys the prepared kernel does it itself
+    assert list(manifest(of_key)["kernels"]) == ["forward", "prepared"] and ahead["prepared"] == "k"
+    assert ["factors(x" in seen[n] for n in ("forward", "prepared")] == [True, False]
+    assert ["ahead(x" in seen[n] for n in ("forward", "prepared")] == [False, True]
+    assert list(manifest(of_key, "dense", True)["kernels"]) == ["prepared"]
+    assert list(manifest(both)["kernels"]) == ["forward", "prepared"] and ahead["prepared"] == "v"
+    assert "factors(x" in seen["prepared"] and "ahead(x" in seen["prepared"]
     assert list(manifest(of_key, "paged")["kernels"]) == ["serve"]
     with pytest.raises(ValueError, match="x transforms neither k nor v, and has no factor of each key, found True"):
         manifest(of_head, "dense", True)

@@ -15,6 +15,7 @@ from types import ModuleType
 from .config import DSL_VERSION, SHARED_BYTES, KernelConfig, panel
 from .cubin import count_instructions, ptx_parameters, read_cubin
 from .emit import Emitted
+from .prepass import AHEAD_PARAMS
 
 ARCH = "sm_90a"
 os.environ["CUTE_DSL_ARCH"] = ARCH  # unset, the DSL silently builds for another chip
@@ -65,7 +66,8 @@ class SpillError(DoesNotFit):
 
 
 def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict, dict[str, bytes]]:
-    """Compile one kernel; where a heavy functor spills, again with fewer keys a block.
+    """Compile one kernel; where a heavy functor spills, again with registers shared out otherwise, then with fewer keys
+    a block.
 
     Returns (the manifest's entry, {name: bytes}).  `work_dir` must exist; intermediate files stay
     there.  Raises BuildError where the result breaks one of the gates of `check`.
@@ -75,11 +77,11 @@ def build(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple
     while True:
         try:
             return build_once(emitted, config, work_dir)
-        except DoesNotFit:
-            narrower = config.narrower()
-            if narrower is None:
+        except DoesNotFit as e:
+            other = (config.with_other_split() if isinstance(e, SpillError) else None) or config.narrower()
+            if other is None:
                 raise
-            config = narrower
+            config = other
 
 
 def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> tuple[dict, dict[str, bytes]]:
@@ -102,6 +104,9 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         "causal_like": config.dynamic, "config": config.to_json(), "tma": boxes(config),
         "build_seconds": round(time.perf_counter() - began, 3),
     }  # fmt: skip
+    if config.ahead:
+        dims = {"k": config.head_dim_qk, "v": config.head_dim_vo}
+        kernel["ahead"] = {name: dims[name] for name in config.ahead}
     if config.served:
         kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk, "starts_early": True}
     functors = "prepared_functors.py" if config.prepared else "functors.py"
@@ -145,7 +150,7 @@ def described(name: str, compiled, facts, params) -> dict:
 def fixed_params(config: KernelConfig) -> tuple[tuple[str, str], ...]:
     """(name, kind) of the parameters that every kernel of this kind has, in order."""
     if not config.served:
-        return FORWARD_PARAMS
+        return (*FORWARD_PARAMS, *(AHEAD_PARAMS if config.ahead else ()))
     rest = (*((n, "ptr") for n in SERVE_POINTERS), *((n, "i32") for n in SERVE_SIZES))
     return (*CACHE_PARAMS[config.chunk > 0], *rest)
 
@@ -204,7 +209,7 @@ def compile_forward(fn: ModuleType, emitted: Emitted, config: KernelConfig, work
     return compile_with(
         forward.kernel, forward.host, emitted.name, work_dir,
         rows(config.tile_qk), rows(config.tile_qk), fake_rows(config, config.tile_vo, True), rows(config.tile_vo),
-        pointer(Float32), pointer(Int32), samples((*FORWARD_PARAMS[6:], *emitted.params)), Int32(1),
+        pointer(Float32), pointer(Int32), samples((*fixed_params(config)[6:], *emitted.params)), Int32(1),
         make_fake_stream(), config, fn,
     )  # fmt: skip
 

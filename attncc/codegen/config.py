@@ -68,6 +68,8 @@ class KernelConfig:
     f_k: bool = False
     f_v: bool = False
     prepared: bool = False  # what a pre-pass made of k and v comes in
+    ahead: str = ""  # "k", "v", "kv": what the kernel multiplies by factors itself, ahead of its tiles
+    split: int = 0  # how the registers are shared out: which of `splits`
     # where keys and queries lie
     layout: str = "dense"
     page_unit: int = 0  # paged, blocks: the page size, or the keys of a block, is a multiple of it
@@ -120,14 +122,27 @@ class KernelConfig:
         return 128 * (self.warpgroups + 1)
 
     @property
-    def registers(self) -> tuple[int, int]:
-        # Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
-        # one by one takes the producers more than 24, as do pages or factors of keys to be looked up; both take more
-        # than 56.
+    def splits(self) -> tuple[tuple[int, int], ...]:
+        """Registers of a producer and of a consumer, those to be tried first first.
+
+        Three warpgroups start with 168 each: more than 504 together, and setmaxnreg waits for ever.  Choosing blocks
+        one by one takes the producers more than 24, as do pages or factors of keys to be looked up; both take more
+        than 56."""
+        if self.ahead:  # the spare warp keeps more rows on their way where it has more
+            return (56, 224), (40, 232)
         looks = self.served or self.shelved
         return {
-            (True, False): (24, 240), (True, True): (40, 232), (False, False): (56, 224), (False, True): (88, 208),
+            (True, False): ((24, 240),), (True, True): ((40, 232),), (False, False): ((56, 224),),
+            (False, True): ((88, 208),),
         }[self.counted, looks]  # fmt: skip
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return self.splits[self.split]
+
+    def with_other_split(self) -> KernelConfig | None:
+        """The same kernel with more registers for consumers; None where there is no such split."""
+        return replace(self, split=self.split + 1) if self.split + 1 < len(self.splits) else None
 
     @property
     def shelved(self) -> bool:
@@ -139,7 +154,7 @@ class KernelConfig:
         # a block of keys across two listed ones would read what nobody listed
         fits = lambda n: not self.list_block or self.list_block % n == 0 or n % self.list_block == 0  # noqa: E731
         smaller = [n for n in NARROWER if n < self.tile_kv and fits(n)] or [n for n in NARROWER if n < self.tile_kv]
-        return replace(self, tile_kv=smaller[0]).with_bytes_on_their_way() if smaller else None
+        return replace(self, tile_kv=smaller[0], split=0).with_bytes_on_their_way() if smaller else None
 
     def with_bytes_on_their_way(self) -> KernelConfig:
         """Served kernels, with as many stages, a power of two, as keep 128 KiB of keys on their way: what decoding

@@ -13,7 +13,7 @@ Where keys are listed in blocks, a column's position is looked up, and the next 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
@@ -441,8 +441,8 @@ def expand(tensor: TensorParam, index: tuple[Expr, ...], layout: str) -> Iterato
         k += len(parts)
 
 
-def emit(variant: Variant, config: KernelConfig) -> Emitted:
-    """The functor module of a specialised, simplified variant."""
+def emit(variant: Variant, config: KernelConfig, ahead: Mapping[str, Expr] = {}) -> Emitted:
+    """The functor module of a specialised, simplified variant.  `ahead`: the factors of KernelConfig.ahead."""
     ranges, logits = ranges_of(variant), logits_of(variant, config.layout)
     m = Emitter(with_lines(variant), config, used_slots(variant))
     all_below = (m.head, m.row, m.col)
@@ -457,7 +457,8 @@ def emit(variant: Variant, config: KernelConfig) -> Emitted:
     m.function("score(x, hd, rw, cl, dot, i, j, seen)", stage, result)
     if config.ramp:
         emit_ramp(m, logits)
-    emit_factors(m, logits.key, weight_of(variant))
+    emit_factors(m, "factors", logits.key, weight_of(variant))
+    emit_factors(m, "ahead", *ahead.values())
     stage = m.cell("shift", ("i", "i0"), (m.head, m.row))
     m.function("shift(x, hd, rw, i, i0)", stage, m.value(logits.shift, stage, unseen))
     stage = m.cell("mask", ("i", "j"), all_below)
@@ -505,13 +506,13 @@ def emit_ramp(m: Emitter, logits: Logits) -> None:
     m.function("ramp(hd, bk)", m.cell("ramp", (), ()), ", ".join(values))
 
 
-def emit_factors(m: Emitter, key: Expr | None, weight: Expr | None) -> None:
-    """What a key multiplies the dot product by, and its weight.  The mask may hide the key, so indices are checked."""
-    stage = m.cell("factors", ("j", "seen"), (m.head,))
+def emit_factors(m: Emitter, name: str, *factors: Expr | None) -> None:
+    """What a key multiplies something by.  The mask may hide the key, so indices are checked."""
+    stage = m.cell(name, ("j", "seen"), (m.head,))
     there = Guards(((SEEN, True),), checked=True)
-    values = [m.value(e, stage, there, precise=True) for e in (key, weight) if e is not None]
+    values = [m.value(e, stage, there, precise=True) for e in factors if e is not None]
     if values:
-        m.function("factors(x, hd, j, seen)", stage, "(" + "".join(f"{v}, " for v in values) + ")")
+        m.function(f"{name}(x, hd, j, seen)", stage, "(" + "".join(f"{v}, " for v in values) + ")")
 
 
 def emit_ranges(m: Emitter, ranges: TileRanges) -> None:

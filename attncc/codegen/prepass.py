@@ -30,6 +30,17 @@ PARAMS = tuple(
     for name in names.split()
 )
 
+# ... and of a kernel that multiplies dense keys by their factors itself, ahead of its tiles (device/ahead.py).  `made`:
+# words that it finds zero and leaves so: two, and for each block of keys of every (request, kv head) one a side.
+AHEAD_PARAMS = tuple(
+    (name, kind)
+    for kind, names in (
+        ("ptr", "k k_out v v_out made"),
+        ("i32", "k_batch_stride k_row_stride k_head_stride v_batch_stride v_row_stride v_head_stride"),
+    )
+    for name in names.split()
+)
+
 
 def prepared(variant: Variant, slots: Iterable[str]) -> Variant:
     """The variant on keys and values that have been through a pre-pass with these slots."""
@@ -50,7 +61,7 @@ def generated(variant: Variant, config: KernelConfig, slots: Iterable[str]) -> t
 
 
 def build(
-    emitted: Emitted, config: KernelConfig, factors: Mapping[str, bool], work_dir: str | Path
+    emitted: Emitted, config: KernelConfig, factors: Mapping[str, object], work_dir: str | Path
 ) -> tuple[dict[str, Any], dict[str, bytes]]:  # fmt: skip
     """(the manifest's entry, files) of the kernel that `generated` describes.  `factors`: ir.fold_vectors.of_keys.
     Needs and raises what codegen/build.py does."""
@@ -65,5 +76,5 @@ def build(
         kernel, files = build_small(*of_kernel, 1)
     of = {"k": config.head_dim_qk} if config.f_k else {}
     of |= {"v": config.head_dim_vo} if config.f_v else {}
-    folded = [slot[-1] for slot, factor in factors.items() if factor]
+    folded = [slot[-1] for slot, factor in factors.items() if factor is not None]
     return {**kernel, "of": of, "factors": folded}, {**files, "prepass_functors.py": emitted.text.encode()}

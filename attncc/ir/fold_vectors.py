@@ -36,11 +36,11 @@ def fold_vectors(v: Variant) -> Variant:
     return replace(v, f_v=Leaf("v"), epilogue=transform(v.epilogue, lambda x: whole if x == Leaf("o") else x))
 
 
-def of_keys(v: Variant) -> dict[str, bool]:
-    """The slots f_k and f_v that make something of each key; is it only a factor, that fold_vectors takes out?  (Not a
-    factor that keys share: it costs nothing a key.)"""
+def of_keys(v: Variant) -> dict[str, Expr | None]:
+    """The slots f_k and f_v that make something of each key, and, where that is only a factor, which fold_vectors takes
+    out, this.  (Not a factor that keys share: it costs nothing a key.)"""
     factors = {slot: factor_of(getattr(v, slot), vector) for slot, vector in (("f_k", "k"), ("f_v", "v"))}
-    return {slot: c is not None for slot, c in factors.items() if c is None or "j" in leaves(c)}
+    return {slot: c for slot, c in factors.items() if c is None or "j" in leaves(c)}
 
 
 def weight_of(v: Variant) -> Expr | None:

@@ -136,7 +136,10 @@ class Kernel:
     def _checked(self, artifact: Artifact) -> Artifact:
         """The artifact, where it is one that this runtime can launch."""
         m = artifact.manifest
-        name, others = KERNELS.get(m["layout"]), [routes.PREPARED, routes.PREPASS]
+        name = KERNELS.get(m["layout"])
+        others = [routes.PREPARED]
+        if "ahead" not in m["kernels"].get(routes.PREPARED, {}):
+            others.append(routes.PREPASS)
         lists = m.get("domain")
         names = list(m["kernels"])
         if lists and names[-1:] == [launch.LISTING]:
@@ -213,17 +216,18 @@ class Kernel:
         spec, q, k, v = self._spec, *tensors[:3]
         device = self.loaded(results.device).other(name)
         keys = sizes.batch * sizes.kv_len * sizes.num_kv_heads
-        before = device.other(routes.PREPASS) if device.name == routes.PREPARED and keys else None
-        entry = device.entry
+        entry, before = device.entry, None
+        if device.name == routes.PREPARED and keys and "ahead" not in entry:
+            before = device.other(routes.PREPASS)
+        made = entry.get("ahead", {}) if before is None else before.entry["of"]
         fields = launch.geometry(entry, spec, sizes)
         for param, t in zip(spec.bound, tensors[3:], strict=True):
             fields |= launch.tensor_fields(param, t.shape, t.stride())
         written = torch.empty(results.out_shape, dtype=results.dtype, device="meta") if out is None else out
         maps, unfit = {}, []
         named = {"q": q, "k": k, "v": v, "out": written}
-        if before is not None:
-            unfit = [name for name in before.entry["of"] if prepass.unfit(named[name])]
-            named |= {name: prepass.written(before.entry, name, named[name]) for name in "kv"}
+        unfit += [name for name in made if prepass.unfit(named[name])]
+        named |= {name: prepass.written(named[name]) for name in made}
         for name, t in named.items():
             key = "map_o" if name == "out" else f"map_{name}"
             encoded = device.encode(t, self.manifest["dtype"], entry["tma"][key], q.data_ptr())
@@ -245,7 +249,8 @@ class Kernel:
         if "domain" in manifest:
             heads, rows = (sizes.num_qo_heads, sizes.num_kv_heads), (sizes.batch, sizes.qo_len)
             listing = Listing(device, manifest, spec, binding, fields, heads, rows, {})
-        return _Launch(self, device, take, binding, results, sizes.kv_len, first, listing)
+        ahead = prepass.Ahead(binding, entry, k, v) if "ahead" in entry else None
+        return _Launch(self, device, take, binding, results, sizes.kv_len, first, ahead, listing)
 
     def loaded(self, where: torch.device, layout: str = "dense", page_size: int | None = None) -> launch.Loaded:
         """The kernel for a layout, loaded on a device once for all who launch it.  Raises as `serving`, and as
@@ -309,11 +314,12 @@ class _Launch:
     def __init__(
         self, kernel: Kernel, device: launch.Loaded, take: Callable[[int, bool], tuple[int, int, Any]],
         binding: launch.Binding, results: Results, kv_len: int, first: prepass.Prepass | None,
-        listing: Listing | None,
+        ahead: prepass.Ahead | None, listing: Listing | None,
     ):  # fmt: skip
-        """`first`: the pre-pass that makes its k and v; `listing`: what makes the lines of a domain."""
+        """`first`: the pre-pass that makes its k and v; `ahead`: or it makes them itself; `listing`: what makes the
+        lines of a domain."""
         spec = kernel._spec
-        self._first = first
+        self._first, self._ahead = first, ahead
         self._kernel, self._driver, self._binding = kernel, device.driver, binding
         self._index, self._take = device.index, take
         self._results, self._kv_len, self._listing = results, kv_len, listing
@@ -337,14 +343,19 @@ class _Launch:
         lse = self._results.make_lse() if lse is None and return_lse else lse
         driver, binding = self._driver, self._binding
         stream = driver.current_stream(self._index)
-        tickets, zeros, alive = self._take(stream, driver.is_capturing(stream))
+        capturing = driver.is_capturing(stream)
+        tickets, zeros, alive = self._take(stream, capturing)
         if not self._kv_len:
             k = v = zeros
-        lines = None
+        lines = made = None
         if self._first is not None:
             made = self._first.call(tensors, scalars, stream)
             k, v = made[1].data_ptr(), made[2].data_ptr()
         with binding.lock:
+            if self._ahead is not None:
+                made = self._ahead.make(tensors, stream, capturing)
+                if self._kv_len:
+                    k, v = made[1].data_ptr(), made[2].data_ptr()
             self._q.value = q
             self._k.value = k
             self._v.value = v
@@ -363,7 +374,7 @@ class _Launch:
                 words = self._listing.words(self._kv_len, self._listing.block(scalars))
                 lines = self._listing.launch(stream, tensors, scalars, words)
             driver.launch(binding.function, binding.grid, stream, binding.arguments)
-        del alive, lines  # the allocator reuses them in stream order
+        del alive, lines, made  # the allocator reuses them in stream order
         return (out, lse) if return_lse else out
 
 

@@ -49,6 +49,7 @@ OF_PREPASS = {
     "k", "k_out", "v", "v_out", "requests", "header", "batch", "rows", "qo_len", "kv_len", "num_qo_heads",
     "num_kv_heads", "group_size", *(f"{x}_{dim}_stride" for x in "kv" for dim in ("batch", "row", "head")),
 }  # fmt: skip
+OF_AHEAD = {"made", *(x for x in OF_PREPASS if x.startswith(("k_", "v_"))), "k", "v"}
 LISTING, LINES = "listing", "domain"  # a kernel of an artifact, and the name among a kernel's tensors of what it writes
 OF_LISTING = {"lines", "words", "team", "rows"}
 
@@ -59,6 +60,7 @@ def check_params(
     """ValueError where the manifest asks for a parameter that this runtime can't fill, or doesn't lay out soundly.
     `lines`: what a domain adds to the variant's tensors."""
     own = OF_PREPASS if "of" in kernel else KNOWN["dense" if layout == "dense" else "served"]
+    own = own | OF_AHEAD if "ahead" in kernel else own
     tensors = (*spec.bound, *lines)
     known = {*own, *(OF_LISTING if lines else ()), *(f"s.{s.name}" for s in spec.scalars)}
     known |= {f"t.{t.name}" for t in tensors}

@@ -46,7 +46,7 @@ class Served:
             k, v = k.unsqueeze(0), v.unsqueeze(0)
         given = k, v
         if self.first is not None:
-            k, v = (prepass.written(self.first.entry, name, t) for name, t in (("k", k), ("v", v)))
+            k, v = (prepass.written(t) if x in self.first.entry["of"] else t for x, t in zip("kv", given, strict=True))
         fields = {
             "rows": len(q), "num_qo_heads": sizes.num_qo_heads, "num_kv_heads": sizes.num_kv_heads,
             "group_size": sizes.num_qo_heads // sizes.num_kv_heads, "page_size": self.page_size or 0,

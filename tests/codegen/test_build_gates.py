@@ -65,17 +65,28 @@ def test_too_much_shared_memory_is_refused(config: KernelConfig) -> None:
 def test_a_spilling_functor_is_built_with_fewer_keys_a_block(
     config: KernelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tried: list[int] = []
+    """But first with registers shared out otherwise."""
+    tried: list[tuple[int, int]] = []
+    error: type[build.DoesNotFit] = build.SpillError
 
     def build_once(emitted: object, config: KernelConfig, work_dir: str) -> dict[str, Any]:
-        tried.append(config.tile_kv)
+        tried.append((config.tile_kv, config.registers[1]))
         if config.tile_kv > 64:
-            raise build.SpillError("spills")
+            raise error("too much")
         return {}
 
     monkeypatch.setattr(build, "build_once", build_once)
     build.build(None, config, "")  # type: ignore[arg-type]
-    assert tried == [128, 112, 96, 64]
+    assert tried == [(128, 240), (112, 240), (96, 240), (64, 240)]
+    tried.clear()
+    config = replace(config, ahead="k")
+    build.build(None, config, "")  # type: ignore[arg-type]
+    assert tried == [(keys, n) for keys in (128, 112, 96) for n in (224, 232)] + [(64, 224)]
+    tried.clear()
+    error = build.DoesNotFit  # of shared memory: registers don't help
+    build.build(None, config, "")  # type: ignore[arg-type]
+    assert tried == [(keys, 224) for keys in (128, 112, 96, 64)]
+    error = build.SpillError
     monkeypatch.setattr(config.__class__, "narrower", lambda self: None)
     with pytest.raises(build.SpillError):
         build.build(None, config, "")  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ come back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,12 @@ import torch
 from codegen import simulated as sim
 from codegen.simulated import Served
 from gpu.cases import Case, folded, folded_cases
-from ptx.launch import run_forward
+from ptx.launch import SimulatedDriver, run_forward
 
+import attncc
 from attncc.random_inputs import Inputs
+from attncc.runtime.artifact import read_artifact
+from attncc.runtime.kernel import Kernel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 
@@ -51,6 +55,34 @@ def test_dense_by_a_pre_pass(name: str, artifact: Callable[[Case], Path]) -> Non
     case = folded(name, prepass=True)
     for k, sizes in enumerate(SHAPES):
         sim.check(case, artifact(case), sim.inputs_for(case, case.shape(*sizes)), sm_count=1 + k, seed=k)
+
+
+@pytest.mark.parametrize("name, dims, dtype, sms", [
+    ("both", (80, 40), "f16", 3), ("both", (192, 128), "bf16", 2), ("value_alone", (256, 256), "bf16", 1),
+    ("key_alone", (64, 128), "f16", 4), ("weighed", (96, 8), "bf16", 2),
+])  # fmt: skip
+def test_rows_of_any_width_are_multiplied_ahead(name, dims, dtype, sms, artifact: Callable[[Case], Path]) -> None:
+    case = replace(folded(name, prepass=True), head_dim=dims[0], head_dim_vo=dims[1], dtype=dtype)
+    found = read_artifact(artifact(case))
+    assert found.manifest["kernels"]["prepared"]["ahead"] == {
+        x: d for x, d in zip("kv", dims, strict=True) if name not in ("value_alone" if x == "k" else "key_alone",)
+    }
+    for sizes in ((2, 70, 300, 4, 2), (1, 200, 131, 3, 1)):
+        sim.check(case, found.path, sim.inputs_for(case, case.shape(*sizes)), sm_count=sms, seed=sms)
+
+
+def test_counts_of_blocks_are_there_for_the_next_call(artifact: Callable[[Case], Path]) -> None:
+    """A window leaves most blocks unread, so makers end after readers; without keys there is nothing to make."""
+    case = folded("value_alone", prepass=True)
+    driver = SimulatedDriver((artifact(case) / "prepared.ptx").read_text(), 2, seed=1)
+    kernel = Kernel(read_artifact(artifact(case)), driver=driver)
+    plain = attncc.reference(case.source, **case.options)  # pyright: ignore[reportArgumentType]
+    for sizes in ((1, 140, 520, 2, 1), (1, 140, 520, 2, 1), (1, 140, 0, 2, 1)):
+        x = sim.inputs_for(case, case.shape(*sizes), window=40)
+        driver.tensors = {"vs": x.params["vs"]}  # pyright: ignore[reportAttributeAccessIssue]
+        out = kernel(x.q, x.k, x.v, **x.params)
+        sim.close(out, plain(x.q, x.k, x.v, **x.params), 3 * sim.ROUNDING["bf16"] + 5e-5)
+    assert driver.launched == ["prepared"] * 3
 
 
 @pytest.mark.parametrize("name", BEFORE)

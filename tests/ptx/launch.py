@@ -159,7 +159,14 @@ class SimulatedDriver:
     ) -> Callable[[], None]:  # fmt: skip
         """Put what the parameters point at into memory; what is returned looks at the results, and copies them back."""
         for name in ("map_q", "map_k", "map_v", "map_o"):
-            values[name] = self.tensor(memory, name, values[name])  # type: ignore[arg-type]
+            made = name[-1] in function.get("ahead", {}) and number["kv_len"] > 0
+            values[name] = self.tensor(memory, name, values[name], made)  # type: ignore[arg-type]
+            if made:
+                prepass.place_side(memory, number, name[-1], function["ahead"], process_memory)
+        if "ahead" in function:
+            blocks = number["num_heads_batch"] // number["group_size"] * -(-number["kv_len"] // function["tile_kv"])
+            size = 4 * (2 + blocks * len(function["ahead"]))
+            counts = memory.put("made", process_memory(number["made"], size), writable=True, base=number["made"])
         out = values["map_o"]
         lse = None
         if number["lse"]:
@@ -169,6 +176,8 @@ class SimulatedDriver:
         def finish() -> None:
             if tickets.bytes.any():
                 raise Fault("the kernel leaves its tickets other than zero")
+            if "ahead" in function and counts.bytes.any():
+                raise Fault("the kernel leaves its counts of blocks other than zero")
             collect(
                 out.segment,
                 dict(zip("bhsd", zip(out.dims[::-1], (*out.strides[::-1], 2), strict=True), strict=True)),
@@ -207,12 +216,14 @@ class SimulatedDriver:
         """Query rows of all heads and requests."""
         return number["qo_len"] * number["num_heads_batch"]
 
-    def tensor(self, memory: GlobalMemory, name: str, raw: bytes) -> TensorMap:
-        """A map's tensor, copied to memory of its own: only TMA reaches it."""
+    def tensor(self, memory: GlobalMemory, name: str, raw: bytes, made: bool = False) -> TensorMap:
+        """A map's tensor, copied to memory of its own: only TMA reaches it.  `made`: the kernel writes it first."""
         address, index = struct.unpack_from("<QQ", raw)
         self.addresses[name] = address
         wanted = self.maps[index]
-        if name == "map_o":
+        if made:
+            segment = memory.empty(name, wanted.span, base=address)
+        elif name == "map_o":
             segment = memory.empty(name, wanted.span)
         else:
             segment = memory.put(name, process_memory(address, wanted.span))

@@ -9,6 +9,19 @@ from .memory import GlobalMemory
 from .program import Fault
 
 
+def place_side(
+    memory: GlobalMemory, number: Mapping[str, int], x: str, of: Mapping[str, int],
+    process_memory: Callable[[int, int], Any], counts: Mapping[str, int] | None = None,
+) -> None:  # fmt: skip
+    """k or v as it comes.  `counts`: rows along each dimension, of dense keys as the launch says."""
+    counts = counts or {
+        "batch": number["num_heads_batch"] // number["num_qo_heads"], "row": number["kv_len"],
+        "head": number["num_kv_heads"],
+    }  # fmt: skip
+    far = sum((n - 1) * number[f"{x}_{dim}_stride"] for dim, n in counts.items())
+    memory.put(x, process_memory(number[x], 16 * far + 2 * of[x]), base=number[x])
+
+
 def place(
     memory: GlobalMemory, number: Mapping[str, int], function: Mapping[str, Any],
     process_memory: Callable[[int, int], Any],
@@ -19,9 +32,7 @@ def place(
     total = counts["batch"] * counts["row"] * counts["head"]
     results = []
     for x, features in function["of"].items():
-        far = sum((n - 1) * number[f"{x}_{dim}_stride"] for dim, n in counts.items())
-        size = 16 * far + 2 * features
-        memory.put(x, process_memory(number[x], size), base=number[x])
+        place_side(memory, number, x, function["of"], process_memory, counts)
         results.append(memory.empty(f"{x}_out", 2 * total * features, base=number[f"{x}_out"]))
     ragged = number["header"] != 0
     if ragged:

@@ -25,6 +25,7 @@ class Races:
         self.clocks = np.eye(ctas, dtype="i4")  # [CTA]: what it has seen of each
         self.fenced = np.zeros_like(self.clocks)  # its clock at its last fence
         self.unfenced = np.zeros_like(self.clocks)  # what relaxed reads have brought since
+        self.proxied = np.zeros_like(self.clocks)  # its clock at its last fence.proxy.async
         self.left: dict[int, np.ndarray] = {}  # address -> what releases left there
         self.writers: dict = {}  # segment -> (CTA, its time) of the last plain store to each word
 
@@ -47,6 +48,19 @@ class Races:
             raise ins.fault(
                 f"CTA {cta} reads {segment.name!r}, which CTA {other[0]} wrote with no release and acquire since"
             )
+
+    def copied(self, ins: Instr, segment, at: np.ndarray, cta: int) -> None:
+        """A load through the async proxy: what it reads must be known at the CTA's last proxy fence."""
+        self.loaded(ins, segment, at, cta)
+        if segment in self.writers and (self.writers[segment][0] >= 0).any():
+            owner, time = self.writers[segment]
+            words = (at - segment.base) >> 2
+            who, when = owner[words], time[words]
+            if (when[who >= 0] > self.proxied[cta, who[who >= 0]]).any():
+                raise ins.fault(f"CTA {cta} copies {segment.name!r}, written with no fence.proxy.async since")
+
+    def proxy_fence(self, cta: int) -> None:
+        self.proxied[cta] = self.clocks[cta]
 
     def constant(self, ins: Instr, segment, at: np.ndarray) -> None:
         """A load through the non-coherent cache."""

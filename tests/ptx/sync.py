@@ -204,5 +204,6 @@ def fence(ins: Instr, t: Translator):
         lanes = active(c, m)
         if lanes is None or lanes.size:
             c.cta.shared.fence(c.group.number)
+            c.machine.memory.races.proxy_fence(c.cta.index)
 
     return run

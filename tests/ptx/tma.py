@@ -106,6 +106,8 @@ def tensor_load(c, ins: Instr, tensor: TensorMap, target: int, coords: list[int]
     segment = tensor.segment
     if segment.written is not None and not segment.written[at << SHIFT[tensor.itemsize]].all():
         raise ins.fault(f"global memory of {segment.name!r} is read before it is written")
+    if segment.written is not None:
+        c.machine.memory.races.copied(ins, segment, segment.base + (at << SHIFT[tensor.itemsize]), c.cta.index)
     data[inside] = segment.views[tensor.itemsize][at]
     tiles = data.reshape(-1).view("u1").reshape(-1, 16)
     raw = np.empty_like(tiles)

@@ -201,6 +201,17 @@ def with_prepass(made, factors=(), **of):
     return Artifact({**made.manifest, "kernels": kernels}, cubins, made.path)
 
 
+def with_ahead(made, **of):
+    """The artifact of a variant whose dense k or v have a factor of each key."""
+    ((name, main),) = made.manifest["kernels"].items()
+    params = [(p["name"], p["kind"]) for p in main["params"]]
+    params += [(f"{x}{out}", "ptr") for x in "kv" for out in ("", "_out")] + [("made", "ptr")]
+    params += [(f"{x}_{dim}_stride", "i32") for x in "kv" for dim in ("batch", "row", "head")]
+    prepared = {**main, "cubin": "prepared.cubin", "params": layout(params), "ahead": of}
+    kernels = {name: main, "prepared": prepared}
+    return Artifact({**made.manifest, "kernels": kernels}, dict.fromkeys(kernels, b"cubin"), made.path)
+
+
 COUNTS = ("rows", "lines", "words", "team", "num_qo_heads", "num_kv_heads", "group_size")
 
 

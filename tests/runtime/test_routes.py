@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
-from fake_driver import FakeDriver, artifact, served_artifact, with_prepass
+from fake_driver import FakeDriver, artifact, served_artifact, with_ahead, with_prepass
 
 from attncc.runtime import plan as planning
 from attncc.runtime import routes
@@ -41,6 +43,13 @@ def test_factors_pay_for_a_pre_pass_later_than_transforms() -> None:
     transforms, factors = with_choice(k=128, v=128), with_choice(k=128, v=128, factors=("k", "v"))
     for times, *ways in ((1, "forward", "forward"), (8, "prepared", "forward"), (32, "prepared", "prepared")):
         assert [routes.choose(m, keys, times * keys, 132) for m in (transforms, factors)] == ways
+
+
+def test_a_kernel_that_multiplies_keys_itself_counts_as_a_pre_pass() -> None:
+    keys = 8 * 8192
+    m = {"kernels": {"forward": {}, "prepared": {"ahead": {"k": 128, "v": 128}}}}
+    assert [routes.choose(m, keys, n * keys, 132) for n in (8, 32)] == ["forward", "prepared"]
+    assert routes.choose({"kernels": {"prepared": m["kernels"]["prepared"]}}, 1, 1, 132) == "prepared"
 
 
 def test_what_an_artifact_does_not_have_is_not_chosen() -> None:
@@ -111,6 +120,35 @@ def test_a_dense_call_counts_what_the_mask_leaves(visible, way, monkeypatch) -> 
     assert launched(driver) == way
     kernel(q, k, v)  # four tiles, of which the mask leaves two and a half
     assert launched(driver) == ["prepass", "prepared"]
+
+
+def test_a_kernel_that_makes_its_keys_itself_finds_zeros_in_its_words(monkeypatch) -> None:
+    """Words of a stream serve all its calls; each graph zeroes its own."""
+    monkeypatch.setattr(routes, "LAUNCH", 0.0)
+    monkeypatch.setattr(routes, "FACTOR", 4 * 128 / 1.9 * routes.BYTE)
+    driver = FakeDriver(sms=1)
+    kernel = Kernel(with_ahead(artifact(), v=128), driver)
+    wide = rows(2, 300, 3)
+    q, k, v = rows(2, 256, 2), rows(2, 300, 1), wide[:, :, 1:2]
+    kernel(rows(2, 128, 1), k, v)
+    assert launched(driver) == ["forward"]
+    for stream in (0, 1, 0):
+        driver.stream[0] = stream
+        kernel(q, k, v)
+    driver.capturing = {0}
+    kernel(q, k, v)
+    found = [x.values for x in driver.launches]
+    assert launched(driver) == ["prepared"] * 4
+    words = [x["made"] for x in found]
+    assert words[0] == words[2] and len(set(words)) == 3
+    for x in found:
+        assert x["map_k"][0] == k.data_ptr() and x["v"] == v.data_ptr() and x["map_v"][0] == x["v_out"]
+        assert [x[f"v_{d}_stride"] for d in ("batch", "row", "head")] == [300 * 3 * 16, 3 * 16, 0]
+    assert process_words(words[0], 2 + 2 * 3) == [0] * 8
+
+
+def process_words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(address))
 
 
 def test_a_dense_call_asks_scalars_that_the_mask_asks(monkeypatch) -> None:

@@ -17,6 +17,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from .ahead import Ahead, first_lot, multiply_ahead, multiply_first
 from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import allocate_shelf, factor_barriers, give_back_factors, wait_factors
@@ -314,14 +315,17 @@ def kernel(
     t, _, _ = cute.arch.thread_idx()
     wg = warp_uniform(t // 128)
     warp = warp_uniform(cute.arch.warp_idx())
-    env = Env(Int32(0), Int32(0), Int32(0), *values[:5], values[9:])
+    own = 9 + (len(Ahead._fields) if p.ahead else 0)
+    env = Env(Int32(0), Int32(0), Int32(0), *values[:5], values[own:])
     grid = Grid(*values[5:9])
+    ahead = Ahead(*values[9:own]) if p.ahead else None
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
     bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p) + factor_barriers(p))
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
+    lot = smem.allocate_array(Int32, 1) if p.ahead else None
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     ready = bars + 2 * sum(stages)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
@@ -334,6 +338,7 @@ def kernel(
         open_ring(q_ring, 4)
         open_ready(p, ready)
         open_ring(shelf.ring, 4 * p.warpgroups)
+    first_lot(p, ahead, t, lot)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -341,13 +346,17 @@ def kernel(
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if warp == 0:
-            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, shelf, items, tags, env)
+            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, shelf, items, tags, env, grid, ahead)
         if warp == 1:
-            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, shelf, items, tags, env)
+            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, shelf, items, tags, env, grid, ahead)
         if warp == 2:
             deal(p, fn, item_ring, items, tickets, env, grid)
+        if const_expr(p.ahead):
+            if warp == 3:
+                multiply_ahead(p, fn, ahead, env, grid, lot)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
+        multiply_first(p, fn, ahead, env, grid, lot)
         consume(p, fn, atom_o, lse, sQ, sK, sV, sO, turnings, rings, ready, shelf, items, tags, t % 128, wg - 1, env)
 
 

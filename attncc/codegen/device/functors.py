@@ -9,6 +9,7 @@ tuples, each computed once at its own level:
   col(x, hd, bk, j, off)         -> cl   of column j = first + off, shared by the thread's two rows
   unit(hd, rw)                   logit in base 2 = unit * score + shift
   factors(x, hd, j, seen)        what key j multiplies the dot product by, and its weight: those that there are
+  ahead(x, hd, j, seen)          what its rows of k and v are multiplied by before they are read (ahead.py)
   score(x, hd, rw, cl, dot, i, j, seen)  seen: a lane that may read memory
   ramp(hd, bk)                   (a, start, step) where score = a * dot + start + step * off
   shift(x, hd, rw, i, i0)

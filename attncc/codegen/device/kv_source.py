@@ -5,6 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
+from .ahead import leave, wait_made
 from .factors import compute_factors, put_factors
 from .functors import Env
 from .layout import coords
@@ -33,6 +34,8 @@ def stream(
     items,
     tags,
     env,
+    grid,
+    ahead,
 ):
     """One warp streams K (with Q), another V, block by block from the last to the first."""
     one = cute.make_layout(1)
@@ -70,6 +73,7 @@ def stream(
         if const_expr(p.counted):
             for j in cutlass.range(end - begin, unroll=1):
                 n = end - 1 - j
+                wait_made(p, what, ahead, here, n)
                 if const_expr(what == "v"):
                     put_factors(p, shelf, slot, phase, factors_of(p, fn, here, n))
                 fill(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot])
@@ -79,6 +83,7 @@ def stream(
             chunk, seen, clear = first_chunk(p, walk), Int32(0), Int32(0)
             for _j in cutlass.range(end, unroll=1):
                 n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
+                wait_made(p, what, ahead, here, n)
                 if const_expr(what == "k"):
                     fill_tagged(ring, slot, phase, nbytes, atom, gBp[None, n], sBp[None, slot], tags, 2 * n + masked)
                 else:
@@ -87,3 +92,5 @@ def stream(
                 slot, phase = advance(ring.stages, slot, phase)
         item = take(item_ring, items, it, it_phase, lead)
         live = item.live
+    if const_expr(what in p.ahead):
+        leave(p, ahead, env, grid)

@@ -88,6 +88,11 @@ class KernelConfig:
         return self.layout != "dense"
 
     @property
+    def few_keys(self) -> bool:
+        """Where few rows meet a key, is f_k applied to it in registers?"""
+        return self.served and self.f_k and self.tile_qk <= 128
+
+    @property
     def name(self) -> str:
         """Of the kernel, in manifests and file names."""
         return "prepared" if self.prepared else "serve" if self.served else "forward"

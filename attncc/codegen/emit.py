@@ -40,7 +40,7 @@ from attncc.ir.rewrite import simplify_expr
 
 from .config import BY_ROW, ROW_LEAVES, KernelConfig, logits_of, ramp, ranges_of, slope
 from .emit_outputs import emit_outputs
-from .emit_vectors import emit_vectors
+from .emit_vectors import emit_vectors, few_slots
 from .listing import BITMAP, block_keys, line_index, whole_mask, with_domain, with_lines
 from .prelude import IMPORTS, helpers_for
 from .vectors import feature_values, used_slots
@@ -471,7 +471,7 @@ def emit(variant: Variant, config: KernelConfig, ahead: Mapping[str, Expr] = {})
     emit_ranges(m, with_domain(ranges, variant, config.walks_lists))
     if variant.domain is not None:
         emit_lists(m, variant.domain)
-    emit_vectors(m, variant, unseen)
+    emit_vectors(m, variant, unseen, few_slots(variant, config.dtype) if config.few_keys else None)
     emit_outputs(m, variant, Guards(((SEEN, True),)), unseen)
     return Emitted(variant.name, m.text(), tuple(m.params), m.columns_by_row, by_head(ranges), other_keys(variant))
 

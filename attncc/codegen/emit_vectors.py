@@ -6,17 +6,23 @@ Each takes (environment, head's values, what tells rows apart …, the vector's 
 that feature_N(x, d) fills.  STEPS says what the steps are:
 
   ("sum",)                      f_q_K is what is summed
+  ("sum", "squares")            ... each feature's square (of the slots below alone)
   ("rope", dims, style, N, S)   f_q_K is what turns, f_q_K_position where to; N counts the tables of frequencies, which
                                 turning_N(x), (theta, arguments of the scaling …) in float64, speaks of; S: by how much
                                 the position grows from one key to the next, None: by no one number
   ("rope", dims, style, None, None)   f_q_K_pair are cosine and sine, read from memory, of the pair that the index is
+
+Where few rows meet a key (device/own_keys.py) f_k comes as two slots besides, either of which may be missing: `few_k`,
+whose result is k' but for `few_scale`, one number a key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attncc.ir.nodes import Const, Expr, Leaf, Load, Rope, Type, Variant
+from attncc.ir.fold_vectors import ONE, apart
+from attncc.ir.nodes import Const, Expr, Leaf, Load, Rope, Type, Variant, make
 
 from .config import slope
 from .vectors import SLOTS, dims_of, steps_of, turned_argument, turning_of, turnings
@@ -25,11 +31,13 @@ if TYPE_CHECKING:
     from .emit import Emitter, Guards
 
 
-def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards) -> None:
+def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards, few: Mapping[str, Expr] | None = None) -> None:
     """Of the slots that the emitter was given.  `everywhere`: of reads that run for every row, whatever guards stand
-    around their uses."""
+    around their uses; `few`: few_slots, where the kernel has use for them."""
     tables = turnings(variant, m.head_dims)
-    steps = {slot: SlotWriter(m, slot, everywhere).write(getattr(variant, slot)) for slot in m.slots}
+    steps = {slot: SlotWriter(m, slot, slot, everywhere).write(getattr(variant, slot)) for slot in m.slots}
+    for name, e in (few or {}).items():
+        steps[name] = SlotWriter(m, name, "f_k", everywhere).write(e, squares=True)
     for n, turning in enumerate(tables):
         stage = m.cell("turning", (), ())
         values = [wide(m, e, stage) for e in (turning.theta, *turning.arguments)]
@@ -41,19 +49,28 @@ def emit_vectors(m: Emitter, variant: Variant, everywhere: Guards) -> None:
         m.constants.append("STEPS = {\n" + "".join(f"    {k!r}: {v!r},\n" for k, v in steps.items()) + "}\n")
 
 
+def few_slots(variant: Variant, dtype: str) -> dict[str, Expr]:
+    """f16 has no room for features without their scale."""
+    scale, rest = apart(variant.f_k) if dtype == "bf16" else (ONE, variant.f_k)
+    return {name: e for name, e, trivial in (("few_k", rest, Leaf("k")), ("few_scale", scale, ONE)) if e != trivial}
+
+
 def wide(m: Emitter, e: Expr, stage) -> str:
     """A scalar in float64: literals unrounded."""
     return f"Float64({e.value!r})" if isinstance(e, Const) else f"Float64({m.value(e, stage, precise=True)})"
 
 
 class SlotWriter:
-    def __init__(self, m: Emitter, slot: str, everywhere: Guards):
-        self.m, self.slot, self.everywhere = m, slot, everywhere
+    """`slot`: whose arguments the functions have; `name`: what they are called."""
+
+    def __init__(self, m: Emitter, name: str, slot: str, everywhere: Guards):
+        self.m, self.slot, self.everywhere = m, name, everywhere
         vector, self.feature, rows = SLOTS[slot]
+        self.square = make("mul", Leaf(vector), Leaf(vector))
         self.args = (*rows, vector, self.feature)
 
-    def write(self, result: Expr) -> tuple[tuple, ...]:
-        """The functions; what the steps are."""
+    def write(self, result: Expr, squares: bool = False) -> tuple[tuple, ...]:
+        """The functions; what the steps are.  `squares`: sums of squares are told from others."""
         from .emit import SEEN, Guards
 
         m, described, counts = self.m, [], {"sum": 0, "rope": 0}
@@ -68,7 +85,7 @@ class SlotWriter:
                 described.append(self.rope(name, step))
             else:
                 self.function(name, self.everywhere, step.args[0])
-                described.append(("sum",))
+                described.append(("sum", "squares") if squares and step.args[0] == self.square else ("sum",))
             m.known[step] = f"{'turned' if kind == 'rope' else 'sums'}[{counts[kind]}]"
             counts[kind] += 1
         self.function(self.slot, own, result)

@@ -7,14 +7,15 @@ and the tile in shared memory stays as it came.
                                    kernels apply to a key's weight (`weight_of`)
 
 A slot of which something else is left (a rotation, a norm) keeps its factors: a transform of the vector applies them
-for nothing, and a factor of its own would cost every score.
+for nothing, and a factor of its own would cost every score.  Where few rows meet a key, though, its factor is applied
+to their scores rather than to all of its features: `apart`, which sees through rotations and finds a norm's scale.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from attncc.ir.nodes import F32, Const, Expr, Leaf, Op, Variant, leaves, make, objects, transform
+from attncc.ir.nodes import F32, Const, Expr, Leaf, Op, Rope, Variant, leaves, make, objects, transform, walk
 
 ONE = Const(1.0, F32)
 
@@ -86,3 +87,45 @@ def _factor(x: Expr, vector: str, known: dict[int, Expr | None]) -> Expr | None:
 def is_scalar(e: Expr) -> bool:
     """One value for all features, that needs none of them."""
     return not any(x.type.space is not None for x in objects(e))
+
+
+def apart(e: Expr) -> tuple[Expr, Expr]:
+    """(c, rest), where the vector `e` is c times `rest`: c is all that is found of what a row multiplies each of its
+    features by and other rows do not share; 1.0 where there is nothing."""
+    known: dict[int, tuple[Expr, Expr]] = {}
+    for x in objects(e):
+        known[id(x)] = _apart(x, known)
+    return known[id(e)]
+
+
+def _apart(x: Expr, known: dict[int, tuple[Expr, Expr]]) -> tuple[Expr, Expr]:
+    if x.type.space is None:
+        return (x, ONE) if of_row(x) else (ONE, x)
+    match x:
+        case Rope():
+            c, rest = known[id(x.x)]
+            found = c, replace(x, x=rest)
+        case Op("neg", (a,)):
+            c, rest = known[id(a)]
+            found = c, make("neg", rest, span=x.span)
+        case Op("mul", (a, b)):
+            (c, rest), (d, other) = known[id(a)], known[id(b)]
+            found = product(c, d, x), product(rest, other, x)
+        case Op("div", (a, b)):
+            (c, rest), (d, other) = known[id(a)], known[id(b)]
+            by_row = other == ONE
+            found = (make("div", c, d), rest) if by_row else (c, make("div", rest, b, span=x.span))
+        case _:
+            return ONE, x
+    return (ONE, x) if found[0] == ONE else found
+
+
+def product(a: Expr, b: Expr, x: Expr) -> Expr:
+    return b if a == ONE else a if b == ONE else make("mul", a, b, span=x.span)
+
+
+def of_row(e: Expr) -> bool:
+    """One value for all features, which rows of keys do not share, and for which nothing is turned."""
+    parts = list(walk(e))
+    own = "j" in leaves(e) or any(isinstance(x, Op) and x.op == "sum" for x in parts)
+    return e.type.space is None and own and not any(isinstance(x, Rope) for x in parts)

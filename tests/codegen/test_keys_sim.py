@@ -16,10 +16,11 @@ from gpu.cases import Case, keys_case
 from attncc.runtime import routes
 
 pytestmark = pytest.mark.slow
-NAMES = ("turned_keys", "normed_keys", "turned_pairs_of_keys", "shifted_values", "normed_values", "of_requests")
+NAMES = ("turned_keys", "normed_keys", "turned_pairs_of_keys", "shifted_values", "normed_values", "of_requests",
+         "layer_normed_keys", "scaled_keys")  # fmt: skip
 CASES = [
     *(keys_case(name) for name in NAMES),
-    keys_case("turned_keys", head_dim=80, dtype="f16"), keys_case("normed_keys", head_dim=128),
+    keys_case("turned_keys", head_dim=80, dtype="f16"), keys_case("normed_keys", head_dim=128, dtype="f16"),
     keys_case("shifted_values", head_dim=192, head_dim_vo=128),
     keys_case("of_requests", head_dim=40, head_dim_vo=72, dtype="f16"),
     keys_case("turned_everywhere", head_dim=200, head_dim_vo=216),
@@ -55,7 +56,7 @@ def test_served(case: Case, page_size: int | None, group: int) -> None:
 
 # ------------------------------------------------------------------------------------- by a pre-pass
 @pytest.mark.usefixtures("kernel_cache")
-@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5], CASES[9]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5], CASES[11]], ids=str)
 def test_ragged_keys_go_either_way(case: Case) -> None:
     found = []
     for how in (False, True):

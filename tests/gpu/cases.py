@@ -221,7 +221,8 @@ def folded_before() -> list[Case]:
 # f_k and f_v that are more than a factor; `prepass` says who applies them.
 KEYS = Path(__file__).resolve().parents[1] / "codegen" / "keys.attn"
 KEY_DIMS = {"turned_keys": (128, None), "normed_keys": (128, None), "normed_values": (128, None),
-            "turned_pairs_of_keys": (64, None), "shifted_values": (192, 128), "of_requests": (80, 40),
+            "layer_normed_keys": (128, None), "scaled_keys": (64, None), "turned_pairs_of_keys": (64, None),
+            "shifted_values": (192, 128), "of_requests": (80, 40),
             "turned_everywhere": (200, 216), "turned_in_part": (200, None)}  # fmt: skip
 
 

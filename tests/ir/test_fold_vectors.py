@@ -9,7 +9,7 @@ import torch
 
 from attncc import compiler
 from attncc.diagnostics import Source
-from attncc.ir.fold_vectors import fold_vectors, weight_of
+from attncc.ir.fold_vectors import apart, fold_vectors, weight_of
 from attncc.ir.nodes import SLOT_DEFAULTS, Leaf, Variant
 from attncc.ir.reference import Reference
 from attncc.ir.rewrite import simplify, specialize
@@ -113,3 +113,25 @@ def test_the_variant_stays_what_it_was(softmax: bool) -> None:
         reference = Reference(variant, head_dim=16, head_dim_vo=16, dtype=torch.bfloat16, const={})
         got = reference(q, k, x, **params, **unused)
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+# ------------------------------------------------------------------------------------- what is common to a row
+RSQRT = "rsqrt(add(mul(sum(mul(k, k)), 0.0625), 1e-06))"
+
+
+@pytest.mark.parametrize("body, scale, rest", [
+    ("k", "1.0", "k"),
+    ("rope(k * w, j)", "1.0", "rope(k * w, j)"),
+    ("rmsnorm(k)", RSQRT, "k"),
+    ("rope(rmsnorm(k, w), j, 1e4)", RSQRT, "rope(k * w, j, 1e4)"),
+    ("-rope(k * ks[j, g], j, dims=8) / ks[j, g]", "div(ks[j, g], ks[j, g])", "-rope(k, j, dims=8)"),
+    ("(k + 1.0) * sum(k) * w", "sum(k)", "(k + 1.0) * w"),
+    ("(k * sum(k)) * (w * ks[j, g])", "mul(sum(k), ks[j, g])", "k * w"),
+    ("ks[j, g] / (k * k + 1.0)", "ks[j, g]", "1.0 / (k * k + 1.0)"),
+    ("k * a * c[g]", "1.0", "k * a * c[g]"),  # rows share it
+    ("k * sum(rope(k, j))", "1.0", "k * sum(rope(k, j))"),
+    ("k * ks[j, g] + w", "1.0", "k * ks[j, g] + w"),
+])  # fmt: skip
+def test_scales_of_rows(body: str, scale: str, rest: str) -> None:
+    c, left = apart(one(f"f_k = {body}").f_k)
+    assert (repr(c), left) == (scale, one(f"f_k = {rest}").f_k)

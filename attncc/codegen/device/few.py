@@ -17,58 +17,22 @@ from .emits import OPS
 from .epilogue import BAR_STORE
 from .factors import give_back_factors, wait_factors
 from .forward import weights
+from .fragments import Sixteen, load_matrices, multiply
 from .functors import Block
-from .gather import place, turn_of
-from .keys import ROWS, Keys, eight_further, ready_of, say_ready, transform_rows, transform_sixteen
-from .layout import by_row, panel_width, quad, rounds_of
+from .gather import place
+from .keys import ROWS, Keys, ready_of, say_ready, transform_rows
+from .layout import by_row, quad, rounds_of
 from .lists import with_lists
 from .merge import BAR_FREE, BAR_READY, BAR_TAKEN
+from .own_keys import eight_further, read_keys, transform_keys
 from .packed import FEW, block_of
 from .ring import release, ring_place, wait_block
-from .softmax import IDENTITY, chains, rescale
+from .softmax import IDENTITY, chains, opaque, rescale
 from .vectors import plus
 
 KEYS = 16  # of a block, a warp
 WARPS = 8
 HELD = 128  # features of queries, at most, that stay in registers
-
-
-def load_matrices(address, transposed: bool = False):
-    """Four 8 x 8 matrices of 16 bits, whose rows lie where lanes 8 k … 8 k + 7 say: a word of each a lane."""
-    form = "ldmatrix.sync.aligned.m8n8.x4" + (".trans" if transposed else "") + ".shared.b16"
-    return cute.arch.inline_ptx(
-        form + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4, read_only_args=[address]
-    )
-
-
-def multiply(p, acc, at: int, a, b) -> None:
-    """acc[at … at + 3] += a (16 x 16) · b (16 x 8), spread over the lanes of a warp."""
-    kind = p.dtype
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-    text += "{{$w0}, {$w1}, {$w2}, {$w3}}, {{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, "
-    text += "{{$r6}, {$r7}, {$r8}, {$r9}};"
-    held = [acc[at + k] for k in range(4)]
-    made = cute.arch.inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *held])
-    for k in range(4):
-        acc[at + k] = made[k]
-
-
-class Sixteen:
-    """Where a lane's rows of 16 x 16 parts of a swizzled tile lie, for `load_matrices`: rows 16 `group` on, features
-    16 k on.  The matrices follow each other down the rows first, or along the features."""
-
-    def __init__(self, base, group, rows: int, tile: int, rows_first: bool):
-        lane = cute.arch.lane_idx()
-        down, along = ((lane // 8) % 2, lane // 16) if rows_first else (lane // 16, (lane // 8) % 2)
-        row = group * 16 + down * 8 + lane % 8
-        self.width = panel_width(tile)
-        self.line = base + row * (self.width * 2)
-        self.turn = along ^ turn_of(row, self.width)
-        self.panel = rows * self.width * 2
-
-    def __call__(self, k: int):
-        each = self.width // 8
-        return self.line + ((2 * k % each) ^ self.turn) * 16 + (2 * k // each) * self.panel
 
 
 @cute.jit
@@ -100,16 +64,23 @@ class Queries:
         return load_matrices(self.rows(k)) if self.held is None else self.held[k]
 
 
-def scores_of_sixteen(p, S, queries, keys: Sixteen) -> None:
-    """S = Q Kᵀ of this warp's keys, in two sums a column that do not wait for one another."""
+def scores_of_sixteen(p, S, queries, operands, scales=None) -> None:
+    """S = Q Kᵀ of this warp's keys, in two sums a column that do not wait for one another.  `operands`: (k, words of
+    features 16 k on, two of each eight keys); `scales`: what the columns of each eight are multiplied by."""
     parts = [[Float32(0.0)] * 8 for _ in range(2)]
-    for k in range(p.tile_qk // 16):
-        b = load_matrices(keys(k))
+    for k, b in operands:
         a = queries(k)
         multiply(p, parts[k % 2], 0, a, b[:2])
         multiply(p, parts[k % 2], 4, a, b[2:])
     for n in range(8):
         S[n] = parts[0][n] + parts[1][n]
+        if scales is not None:
+            S[n] = S[n] * scales[n // 4][n % 2]
+
+
+def loaded(p, keys: Sixteen):
+    """Operands of scores, as keys lie in shared memory."""
+    return ((k, load_matrices(keys(k))) for k in range(p.tile_qk // 16))
 
 
 def add_values(p, acc_o, P, values: Sixteen) -> None:
@@ -124,23 +95,14 @@ def add_values(p, acc_o, P, values: Sixteen) -> None:
 
 @cute.jit
 def transform_own(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles: Int32,
-    slot: Int32, tile, first: Int32, left: Int32, group: Int32, more,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, base: Int32,
+    tile, first: Int32, left: Int32, group: Int32,
 ):  # fmt: skip
-    """f_k or f_v of this warp's keys of a block whose first key stands at `first`, where the variant has it.  `tiles`:
-    address of the first slot."""
+    """f_k or f_v of this warp's keys of a block at shared address `base` whose first key stands at `first`, in place,
+    where the variant has it."""
     if const_expr(p.f_k if what == "k" else p.f_v):
-        row, each = tile.rows[0], KEYS // ROWS
-        base = tiles + slot * (p.tile_kv * (p.tile_qk if what == "k" else p.tile_vo) * 2)
-        keys = Keys(row.env, first, first + left)
-        if const_expr(len(more) == 0):
-            transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
-        else:
-            if KEYS * (group + 1) <= left:
-                transform_sixteen(p, fn, what, turnings, base, KEYS * group + cute.arch.lane_idx() // 4, keys, more)
-                cute.arch.sync_warp()
-            else:
-                transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
+        keys, each = Keys(tile.rows[0].env, first, first + left), KEYS // ROWS
+        transform_rows(p, fn, what, turnings, base, group * each, (group + 1) * each, keys)
 
 
 @cute.jit
@@ -152,14 +114,22 @@ def pass_ready(ring: cutlass.Constexpr, ready, at: Int32, lead):
     say_ready(ready, slot, 1, lead)
 
 
-def give_back(ring, ready, at, slot, lead) -> None:
-    """A slot of which this warp has used its part.  `ready`: the barriers of slots that are transformed, else None."""
-    if ready is not None:
+def give_back(ring, ready, at, slot, lead, written=True) -> None:
+    """A slot of which this warp has used its part.  `ready`: the barriers of slots that are transformed, else None;
+    `written`: ... in place."""
+    if ready is not None and written:
         cute.arch.fence_view_async_shared()  # before a TMA copy into the slot
     cute.arch.sync_warp()
     if ready is not None:
         pass_ready(ring, ready, at, lead)
     release(ring, slot, lead)
+
+
+def busy(p, group):
+    """Has this warp keys of a block?"""
+    if p.few_keys and p.tile_kv == KEYS * WARPS:  # no branch: two registers less
+        return Boolean(True)
+    return group < p.tile_kv // KEYS
 
 
 @cute.jit
@@ -175,32 +145,46 @@ def attend_few(
     S = by_row(acc_s, KEYS)
     P = cute.make_rmem_tensor((4,), Int32)
     queries = Queries(p, q_base)
-    more_k, more_v = (eight_further(p, fn, x, turnings, cute.arch.lane_idx()) for x in "kv")
+    more = eight_further(p, fn, turnings, opaque(cute.arch.lane_idx()))
+    has_keys = busy(p, group)
     at, n = start, item.end - 1
     for _ in cutlass.range(item.end - item.begin, unroll=1):
         ks = wait_block(k_ring, at)
         block = block_of(p, tags, ks, item, n, c_in)
         left = item.offset + item.keys - (block.col0 - c_in)
         here = with_lists(mine, fn, tile, block.col0 + KEYS * group, block.masked)
-        if group < p.tile_kv // KEYS:
-            transform_own(p, fn, "k", turnings, k_base, ks, tile, block.col0 - c_in, left, group, more_k)
-            keys = Sixteen(k_base + ks * (p.tile_kv * p.tile_qk * 2), group, p.tile_kv, p.tile_qk, False)
-            scores_of_sixteen(p, acc_s, queries, keys)
-        give_back(k_ring, ready_of(p, ready, "k") if p.f_k else None, at, ks, lead)
+        waited = ready_of(p, ready, "k") if p.f_k else None
+        if has_keys:
+            keys = k_base + ks * (p.tile_kv * p.tile_qk * 2)
+            if const_expr(p.few_keys):
+                words = read_keys(p, keys, group)
+                give_back(k_ring, waited, at, ks, lead, written=False)
+                first = block.col0 - c_in
+                env, mine_at = tile.rows[0].env, first + KEYS * group
+                made = transform_keys(p, fn, turnings, more, words, env, mine_at, first + left)
+                scores_of_sixteen(p, acc_s, queries, *made)
+            else:
+                transform_own(p, fn, "k", turnings, keys, tile, block.col0 - c_in, left, group)
+                places = Sixteen(keys, group, p.tile_kv, p.tile_qk, False)
+                scores_of_sixteen(p, acc_s, queries, loaded(p, places))
+        elif const_expr(p.few_keys):
+            give_back(k_ring, waited, at, ks, lead, written=False)
+        if const_expr(not p.few_keys):
+            give_back(k_ring, waited, at, ks, lead)
         stale = Boolean(False)
         slot, phase = ring_place(p.v_stages, at)
         factors_at = wait_factors(p, shelf, slot, phase, group)
-        if group < p.tile_kv // KEYS:
+        if has_keys:
             keys_of = Block(block.col0 + KEYS * group, block.masked)
             stale = weights(mine, fn, S, P, state, here, keys_of, factors_at, False)
         give_back_factors(p, shelf, slot, lead)
         vs = wait_block(v_ring, at)
-        if group < p.tile_kv // KEYS:
+        if has_keys:
             values = v_base + vs * (p.tile_kv * p.tile_vo * 2)
             if const_expr(p.chunk):
                 if left < p.tile_kv:
                     clear_own_tail(p, values, group, left)
-            transform_own(p, fn, "v", turnings, v_base, vs, tile, block.col0 - c_in, left, group, more_v)
+            transform_own(p, fn, "v", turnings, values, tile, block.col0 - c_in, left, group)
             if stale:
                 rescale(O, p.head_dim_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))

@@ -6,9 +6,9 @@ features 8 n + 2 (t % 4) + c.  Rows are read and written as words of two feature
 A slot that has landed is transformed before it is multiplied: by the warpgroup whose block it is where they take blocks
 in turn, else by all of them, each a share of the rows.  The slot's `ready` barrier completes when every warp has done
 its part; in the first case a warp counts for those of the other warpgroup, too.  Where each warp multiplies keys of its
-own (few.py) it transforms these, and nobody waits.  So each use of a slot is one phase of `ready` as it is of `full`,
-and whoever may wait for the one may wait for the other.  The slot goes back by `empty` as ever, which is after the
-product and so after `ready`.
+own (few.py) it transforms these, where it can in registers (own_keys.py), and nobody waits.  So each use of a slot is
+one phase of `ready` as it is of `full`, and whoever may wait for the one may wait for the other.  The slot goes back by
+`empty` as ever, which is after the product and so after `ready`.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +19,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from .functors import head_of, key_position
 from .ring import own_thread, warp_uniform
-from .rope import cos_sin, further, table_of, turn
 from .rows import Line, transform_row
 from .softmax import opaque
-from .vectors import runs_of
 
 ROWS = 8  # a warp takes at a time
-EVEN_PAIRS = 12  # of a lane, at most, for eight_further
 
 
 class Keys(NamedTuple):
@@ -108,44 +105,6 @@ def afresh(env, turn):
     return env._replace(params=tuple(x if isinstance(x, Float32) else x + type(x)(zero) for x in env.params))
 
 
-def eight_further(p, fn, what: str, turnings, t) -> tuple:
-    """Of every rope of f_k or f_v: its step, and (cos, sin) of what eight keys further turn more, pair by pair, of
-    EVEN_PAIRS at most: they stay in registers.  Nothing where there is no rope, where positions don't grow evenly, or
-    where a row goes part by part."""
-    slot, features = f"f_{what}", p.head_dim_qk if what == "k" else p.head_dim_vo
-    if not (p.f_k if what == "k" else p.f_v) or p.layout == "blocks":
-        return ()
-    if runs_of(fn.STEPS[slot], features // 8, what == "k") is not None:
-        return ()
-    found = []
-    for k, (kind, *how) in enumerate(fn.STEPS[slot]):
-        if kind == "rope":
-            dims, style, table, step = how
-            if step is None:
-                return ()
-            begin, made = table_of(p, turnings, table).toint(), []
-
-            def angle(pair, begin=begin, step=step, made=made):
-                made.append(cos_sin(begin + pair * 8, Int32(ROWS * step)))
-                return made[-1]
-
-            turn([Float32(0.0)] * (features // 4), dims, style, angle, t)
-            found.append((k, tuple(made[:EVEN_PAIRS])))
-    return tuple(found)
-
-
-def transform_sixteen(p, fn, what: str, turnings, base, row, keys: Keys, more: tuple) -> None:
-    """Rows `row` and row + 8 of a block at shared address `base`; both exist.  The second row's angles follow from the
-    first one's, by `more` (eight_further): so half of the sines are left."""
-    t, env, known = opaque(cute.arch.lane_idx()), afresh(keys.env, keys.first >> 15), {}
-    hd = head_of(fn, env)
-    for _ in range(2):
-        key = Key(env, hd, keys.first + row, True)
-        transform_key(p, fn, what, turnings, base, p.tile_kv, row, key, t, known)
-        known = {k: further(known[k], x) for k, x in more}
-        row = row + ROWS
-
-
 def say_ready(ready, slot, count, lead) -> None:
     """This warp is done with its part of a slot; it counts for `count`."""
     cute.arch.inline_ptx(
@@ -155,9 +114,9 @@ def say_ready(ready, slot, count, lead) -> None:
     )
 
 
-def transform_key(p, fn, what: str, turnings, base, rows: int, row, key: Key, t, known=None) -> None:
+def transform_key(p, fn, what: str, turnings, base, rows: int, row, key: Key, t) -> None:
     """A row of a tile of `rows` rows at shared address `base`.  Where there is no such key it becomes zeros in V, since
     its weight is 0 times it; in K nobody looks at its score.  Beside V's rows there are weights that wait for them."""
     width, used = (p.tile_qk, p.head_dim_qk) if what == "k" else (p.tile_vo, p.head_dim_vo)
     line = Line(base, row, rows, width, key.seen if what == "v" else True)
-    transform_row(p, fn, f"f_{what}", turnings, tuple(key), line, used, t, what == "k", known)
+    transform_row(p, fn, f"f_{what}", turnings, tuple(key), line, used, t, what == "k")

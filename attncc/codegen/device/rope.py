@@ -50,11 +50,14 @@ def fill_turnings(p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass
 
 
 def put_fraction(p, fn, turnings, number: int, pair, env) -> None:
-    """What part of a turn a position adds, in units of 2^-64."""
+    """What part of a turn a position adds, in units of 2^-64.  The lower word counts from -2^31 on, so that it may be
+    multiplied by a position of either sign."""
     scaling, dims = p.turnings[number]
     turns = frequency(scaling, dims, getattr(fn, f"turning_{number}")(env), pair) * (0.5 / math.pi)
     rest = turns - Float64(Int64(turns))
-    cute.make_tensor(table_of(p, turnings, number) + pair, cute.make_layout(1))[0] = Int64(rest * 2.0**63) << 1
+    part = Int64(rest * 2.0**63) << 1
+    part = part + ((part & 0x80000000) << 1)
+    cute.make_tensor(table_of(p, turnings, number) + pair, cute.make_layout(1))[0] = part
 
 
 # ------------------------------------------------------------------------------------- float64
@@ -135,12 +138,12 @@ def frequency(scaling: str, dims: int, values, pair):
 def cos_sin(address, position):
     """Of the angle at a position, whose fraction of a turn a position lies at a shared address."""
     fraction = cute.arch.inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[address])
-    # bits 32 … 63 of position * fraction (a negative position, unsigned, is 2^32 too much); the upper 23 of them become
-    # the mantissa of a number from 1 to 2: a conversion would take the unit that has to make sines and cosines
+    # bits 32 … 63 of position * fraction; the upper 23 become the mantissa of a number from 1 to 2: a conversion would
+    # take the unit that has to make sines and cosines
     angle = Float32(llvm.inline_asm(
         Float32.mlir_type, [fraction.ir_value(), Int32(position).ir_value()],
-        "{ .reg .b32 low, high, part, sign; mov.b64 {low, high}, $1; shr.s32 sign, $2, 31;"
-        " mul.hi.u32 part, low, $2; mad.lo.u32 part, high, $2, part; mad.lo.u32 part, sign, low, part;"
+        "{ .reg .b32 low, high, part; mov.b64 {low, high}, $1;"
+        " mul.hi.s32 part, low, $2; mad.lo.u32 part, high, $2, part;"
         f" shf.r.clamp.b32 part, part, 0x7f, 9; fma.rn.f32 $0, part, {as_hex(2 * math.pi)}, {as_hex(-2 * math.pi)}; }}",
         "=f,l,r", has_side_effects=False,
     ))  # fmt: skip

@@ -57,12 +57,12 @@ class Line(NamedTuple):
             cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word], **given)
 
 
-def transform_row(p, fn, slot: str, turnings, at: tuple, line: Line, features: int, t, room=True, known=None) -> None:
-    """A row of `features` features.  `at`, `known`: as of `evaluate`; `room`: there are registers for a row of 128."""
+def transform_row(p, fn, slot: str, turnings, at: tuple, line: Line, features: int, t, room=True) -> None:
+    """A row of `features` features.  `at`: as of `evaluate`; `room`: there are registers for a row of 128."""
     runs = runs_of(fn.STEPS[slot], features // 8, room)
     if runs is None:
         blocks = list(range(features // 8))
-        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t, known=known), t)
+        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t), t)
         return
     sums: tuple = ()
     for k, (kind, *_) in enumerate(fn.STEPS[slot]):

@@ -31,18 +31,20 @@ class Part(NamedTuple):
     shifts: tuple = (0, 0)
 
 
-def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None = None, known: dict | None = None):
+def evaluate(
+    p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None = None, known: dict | None = None, tables=None
+):
     """What the slot makes of a row.  `at`: environment, the head's values, and what tells the slot's rows apart.
 
-    With `part`: of a part of it, and where that ends at a sum, what this adds up.  `known`: cosines and sines of step
-    k, one after another, take the place of the row's own as far as there are any; where the step isn't there, those
-    that were computed are put there.
+    With `part`: of a part of it, and where that ends at a sum, what this adds up.  `known`: of a step, the sum, or
+    cosines and sines, one after another, which take the place of the row's own as far as there are any; where the step
+    isn't there, those that were computed are put there.  `tables`: what has been read of them.
     """
     c_in = (t % 4) * 2
     sums, turned = (() if part is None else part.sums), ()
     blocks = range(len(values) // 2) if part is None else part.blocks
     shifts = (0,) * len(blocks) if part is None else part.shifts
-    tables = Tables(p, features_of(p, turnings), blocks, t, shifts)
+    tables = tables or Tables(p, features_of(p, turnings), blocks, t, shifts)
 
     def each(name: str):
         """The function of every feature."""
@@ -60,7 +62,8 @@ def evaluate(p, fn, slot: str, turnings, at: tuple, values, t, part: Part | None
             return each(name)
         if kind == "sum":
             if part is None:
-                sums = (*sums, quad(plus, chains(plus, each(name), 2)))
+                there = known is not None and k in known
+                sums = (*sums, known[k] if there else quad(plus, chains(plus, each(name), 2)))
         else:
             dims, style, table, _ = how
             angle = angles(p, fn, name, turnings, table, at, sums)

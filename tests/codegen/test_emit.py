@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from gpu.cases import Case, example, example_cases, hard_cases, odd_cases
@@ -127,7 +128,8 @@ def test_pages_change_nothing_without_tensors_over_rows_or_keys() -> None:
         (dense, most), (paged, some), (ragged, _) = ((x[0], x[1]) for x in made)
         variant = case.load()
         over = {dim for t in variant.tensors for dim in t.dims} & {"iq", "j"}  # ... nor pieces of tiles that emit
-        differ = over or variant.emits or most.features != some.features  # there may be room for fewer tables
+        differ = over or variant.emits or some.few_keys  # which have slots of their own
+        differ = differ or most.features != some.features  # there may be room for fewer tables
         assert paged.text == ragged.text and (paged.text != dense.text) == bool(differ), case
 
 
@@ -223,3 +225,17 @@ def test_what_rows_of_a_packed_tile_share(case: Case, columns: bool, ranges: boo
 def test_another_row_is_compared_with_the_rows_of_its_request() -> None:
     text = emitted(Case(KEYS, "earlier_row"), "paged")[0].text
     assert re.search(r"load_b32\(.*Int64\(x\.q_start \+ (v\d+)\).*\(\1 >= 0\) & \(\1 < x\.qo_len\)", body(text, "row"))
+
+
+@pytest.mark.parametrize("dtype, few", [
+    ("bf16", {"few_k": (("rope", 128, "neox", 0, 1),), "few_scale": (("sum", "squares"),)}),
+    ("f16", {"few_k": (("sum", "squares"), ("rope", 128, "neox", 0, 1))}),
+])  # fmt: skip
+def test_few_rows_take_a_norms_scale_apart(dtype: str, few: dict[str, tuple]) -> None:
+    """f16 has no room for features without it; where rows are many, or features, nothing is taken apart."""
+    case = replace(case_of("qwen3"), dtype=dtype)
+    for layout, slots in (("paged", few), ("dense", {})):
+        text = emitted(case, layout)[0].text
+        steps = ast.literal_eval(text[text.index("STEPS = ") + 8 :])
+        assert {k: v for k, v in steps.items() if k.startswith("few_")} == slots
+    assert "few_" not in emitted(replace(case, head_dim=256), "paged")[0].text

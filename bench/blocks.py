@@ -5,7 +5,7 @@
 Needs a Hopper GPU.  bf16, 32 query heads, 8 kv heads, head dimension 128; every row sees `top` blocks of C keys, its
 own block among them, chosen a kv head.  Prefill (B1 S16384): lists that the 128 rows of a tile share, that 16
 share, and of each row's own; a tile reads the blocks that any of its rows lists, so time goes with that union.  Causal
-attention counts half the square.  Decode (B64 kv 32768): one graph of 64 runs over two caches in turn, beside causal
+attention counts half the square; beside it runs a window of as many keys, whose tiles end as soon.  Decode (B64 kv 32768): one graph of 64 runs over two caches in turn, beside causal
 decode of as many keys as a row sees.
 """
 
@@ -33,9 +33,11 @@ SIZES, LENGTH, BATCH, KEYS, PAGE, RUNS = (64, 128), 16384, 64, 32768, 16, 64
 
 
 def kernel(size: int | None, **layout: Any) -> attncc.Kernel:
-    """Of blocks of so many keys; None: causal."""
+    """Of blocks of so many keys; None: causal; less than 0: a window."""
     if size is None:
         return attncc.compile(EXAMPLES / "causal.attn", variant="causal", head_dim=HEAD_DIM, **layout)
+    if size < 0:
+        return attncc.compile(EXAMPLES / "causal.attn", variant="sliding_window", head_dim=HEAD_DIM, **layout)
     source = TOPK.replace("size = 64", f"size = {size}")
     return attncc.compile(source, variant="block_topk", head_dim=HEAD_DIM, **layout)
 
@@ -66,14 +68,16 @@ def pairs(lists: Tensor, position: Tensor, size: int) -> int:
 def prefill(top: int, rounds: int) -> list[list[str]]:
     q, k, v = (randn(1, LENGTH, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
     out, position = torch.empty_like(q), torch.arange(LENGTH, device="cuda")
-    causal = kernel(None)
+    causal, window = kernel(None), kernel(-1)
     calls: dict[str, Callable[[], object]] = {
         "causal": lambda: causal(q, k, v, out=out),
         "cuDNN causal": benchmark.cudnn(Inputs(q, k, v, {}), causal=True),
     }
     seen = dict.fromkeys(calls, LENGTH * LENGTH // 2)
     for size in SIZES:
-        ours = kernel(size)
+        ours, keys = kernel(size), size * top
+        calls[name := f"window of {keys} keys"] = lambda keys=keys: window(q, k, v, out=out, window=keys)
+        seen[name] = int((position + 1).clamp(max=keys).sum())
         for shared in (128, 16, 1):
             lists = choose(position, size, top, shared)
             name = f"C {size}, {shared} rows alike"

@@ -5,8 +5,8 @@
 Needs a Hopper GPU.  bf16, 32 query heads, 8 kv heads, head dimension 128; every row sees `top` blocks of C keys, its
 own block among them, chosen a kv head.  Prefill (B1 S16384): lists that the 128 rows of a tile share, that 16
 share, and of each row's own; a tile reads the blocks that any of its rows lists, so time goes with that union.  Causal
-attention counts half the square; beside it runs a window of as many keys, whose tiles end as soon.  Decode (B64 kv 32768): one graph of 64 runs over two caches in turn, beside causal
-decode of as many keys as a row sees.
+attention counts half the square; beside it runs a window of as many keys, whose tiles end as soon.  Decode (B64 kv
+32768): one graph of 64 runs over two caches in turn, beside causal decode of as many keys as a row sees.
 """
 
 from __future__ import annotations

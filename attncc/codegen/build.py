@@ -159,8 +159,8 @@ def boxes(config: KernelConfig) -> dict[str, dict]:
     """Box and swizzle of every tensor map."""
     row = lambda rows, tile: {"box": [panel(tile), rows, 1, 1], "swizzle": 3 if panel(tile) == 64 else 2}  # noqa: E731
     if not config.served:
-        return {"map_q": row(64, config.tile_qk), "map_k": row(config.tile_kv, config.tile_qk),
-                "map_v": row(config.tile_kv, config.tile_vo), "map_o": row(64, config.tile_vo)}  # fmt: skip
+        return {"map_q": row(64, config.tile_qk), "map_k": row(config.part_kv, config.tile_qk),
+                "map_v": row(config.part_kv, config.tile_vo), "map_o": row(64, config.tile_vo)}  # fmt: skip
     if not config.chunk:
         return {}
     return {"map_k": row(config.chunk, config.tile_qk), "map_v": row(config.chunk, config.tile_vo)}

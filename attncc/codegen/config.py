@@ -82,6 +82,8 @@ class KernelConfig:
     )
     walks_lists: bool = False  # blocks of keys that no row of a tile lists are not visited
     list_block: int = 0  # keys of a listed block, where a thread looks its bits up once a block of keys; 0: a score
+    parts: int = 1  # of a block of keys, which lie in places of their own
+    asks: bool = False  # blocks of keys are visible or not by more than their place and the lists
 
     @property
     def served(self) -> bool:
@@ -104,6 +106,10 @@ class KernelConfig:
             return self.tile_kv
         rows = gcd(self.page_unit, self.tile_kv)
         return rows if rows % SWIZZLE_ROWS == 0 else 0
+
+    @property
+    def part_kv(self) -> int:
+        return self.tile_kv // self.parts
 
     @property
     def tile_q(self) -> int:
@@ -159,7 +165,7 @@ class KernelConfig:
         # a block of keys across two listed ones would read what nobody listed
         fits = lambda n: not self.list_block or self.list_block % n == 0 or n % self.list_block == 0  # noqa: E731
         smaller = [n for n in NARROWER if n < self.tile_kv and fits(n)] or [n for n in NARROWER if n < self.tile_kv]
-        return replace(self, tile_kv=smaller[0], split=0).with_bytes_on_their_way() if smaller else None
+        return replace(self, tile_kv=smaller[0], split=0, parts=1).with_bytes_on_their_way() if smaller else None
 
     def with_bytes_on_their_way(self) -> KernelConfig:
         """Served kernels, with as many stages, a power of two, as keep 128 KiB of keys on their way: what decoding
@@ -289,12 +295,18 @@ def choose(
     mask = variant.mask != Const(True, BOOL) or variant.domain is not None
     # keys in blocks are listed, so all are visited, and where they stand is looked up: nothing runs on from key to key
     listed = layout == "blocks"
+    slots = used_slots(variant)
     lists = lists_of(variant, layout, tile_kv)
-    tile_kv, finer = lists.tile_kv, tile_kv // lists.tile_kv
+    finer, parts = tile_kv // lists.tile_kv, 1
+    # keys that are transformed in place lie in one; a served kernel waits for memory, not for a step's latencies
+    if layout == "dense" and lists.walked and "f_k" not in slots and "f_v" not in slots:
+        finer, parts = 1, finer
+    tile_kv = lists.tile_kv * parts
     ranges = with_domain(ranges, variant, lists.walked)
-    counted = listed or (ranges.may is None and ranges.must is None and not lists.walked)
+    asks = ranges.may is not None or ranges.must is not None
+    counted = listed or not (asks or lists.walked)
     masks_below = not (listed or starts_at_zero(ranges))
-    score, slots = kind_of_score(logits), used_slots(variant)
+    score = kind_of_score(logits)
     by_row = differ_by_row(factors_of(variant, logits), layout)
     row_bounds = ranges.contiguous and not listed and (variant.domain is None or lists.block > 0)
     config = KernelConfig(
@@ -314,7 +326,7 @@ def choose(
         weight_factor=weight_of(variant) is not None, factors_by_row=by_row,
         emits=tuple(reduce for reduce, _ in distinct(variant)),
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
-        lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block,
+        lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block, parts=parts, asks=asks,
     )  # fmt: skip
     return config.with_bytes_on_their_way().with_room_for_tables()
 

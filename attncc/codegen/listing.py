@@ -23,7 +23,7 @@ NAME = "listing"  # the kernel that makes the lines
 BITMAP = "domain"  # the name of the lines among a kernel's tensors: the slot's, so no parameter has it
 MOST_TOUCHED = 9  # listed blocks that a block of keys may lie in, for a thread to keep their bits
 MOST_KEYS = 1 << 24  # of such a block, so that products of them fit
-LEAST_TILE = 64  # keys a block of keys
+LEAST_TILE = 64  # keys in one place
 # parameters of the kernel that makes the lines, by whether batches are served; the variant's own follow
 _COUNTS = tuple(
     (name, "i32") for name in ("rows", "lines", "words", "team", "num_qo_heads", "num_kv_heads", "group_size")
@@ -37,7 +37,7 @@ PER_REQUEST = frozenset(("qo_len", "kv_len"))
 
 @dataclass(frozen=True)
 class Lists:
-    """How a kernel uses the lines; the fields of KernelConfig, and the keys a block that suit them."""
+    """How a kernel uses the lines; the fields of KernelConfig, and the keys in one place that suit them."""
 
     by: str
     walked: bool
@@ -46,7 +46,7 @@ class Lists:
 
 
 def lists_of(variant: Variant, layout: str, tile_kv: int) -> Lists:
-    """For blocks of `tile_kv` keys, or of fewer where more would lie in several listed blocks."""
+    """For `tile_kv` keys in one place, or fewer where more would lie in several listed blocks."""
     d = variant.domain
     if d is None:
         return Lists("", False, 0, tile_kv)

@@ -81,16 +81,26 @@ def test_whose_the_lists_are() -> None:
     assert config(example("causal", "causal")).lists_by == ""
 
 
-# keys of a listed block; then of a block of keys, and are the lists' bits kept by threads
-@pytest.mark.parametrize("size, tile_kv, kept", [
-    (64, 64, True), (128, 128, True), (256, 128, True), (192, 64, True), (1 << 20, 128, True), (100, 128, True),
-    (32, 128, True), (16, 128, True), (8, 128, False), (1, 128, False), ((1 << 24) + 1, 128, False),
+# keys of a listed block; then the parts of a block of keys, which has 128, and are the lists' bits kept by threads
+@pytest.mark.parametrize("size, parts, kept", [
+    (64, 2, True), (128, 1, True), (256, 1, True), (192, 2, True), (1 << 20, 1, True), (100, 1, True), (32, 1, True),
+    (16, 1, True), (8, 1, False), (1, 1, False), ((1 << 24) + 1, 1, False),
 ])  # fmt: skip
-def test_blocks_of_keys_suit_listed_blocks(size: int, tile_kv: int, kept: bool) -> None:
+def test_parts_of_blocks_suit_listed_blocks(size: int, parts: int, kept: bool) -> None:
     found = config(of_size(size))
-    assert (found.tile_kv, found.list_block) == (tile_kv, size if kept else 0)
-    assert found.k_stages * found.tile_kv == found.v_stages * found.tile_kv == 256  # as many bytes on their way
+    assert (found.tile_kv, found.parts, found.list_block) == (128, parts, size if kept else 0)
+    assert found.k_stages == found.v_stages == 2
     assert found.row_bounds == kept and not found.counted and found.walks_lists
+
+
+def test_blocks_in_one_place_suit_listed_blocks() -> None:
+    """Where a block of keys is one run of keys it is as large as a listed one, with as many bytes on their way."""
+    text = "attention x():\n    tensor sel[iq, n]: i32\n    domain = blocks(sel[iq, :], size = 64)\n"
+    text += "    f_k = rope(k, j, 1e4)\n"
+    found = config(Case(text, "x", head_dim=64))
+    assert (found.tile_kv, found.parts, found.k_stages, found.v_stages) == (64, 1, 4, 4)
+    found = config(of_size(64), "paged", 16)
+    assert (found.tile_kv, found.parts) == (64, 1)
 
 
 def test_other_layouts() -> None:

@@ -240,10 +240,17 @@ def keys_cases(prepass: bool | None) -> list[Case]:
 
 # Domains of every kind.
 LISTS = Path(__file__).resolve().parents[1] / "codegen" / "lists.attn"
+PARTS = ("parts_on_a_line", "parts_scaled")
 
 
 def list_cases(head_dim: int = 64) -> list[Case]:
-    return [Case(str(LISTS), v.name, head_dim=head_dim) for v in _variants(str(LISTS)) if v.name != "hides_reads"]
+    names = [v.name for v in _variants(str(LISTS))]
+    return [Case(str(LISTS), x, head_dim=head_dim) for x in names if x not in PARTS and x != "hides_reads"]
+
+
+def parts_cases() -> list[Case]:
+    """Blocks of keys that are two listed ones, of dense kernels."""
+    return [Case(str(LISTS), name, head_dim=64) for name in PARTS]
 
 
 def topk_of(size: int) -> Case:
@@ -258,6 +265,7 @@ def all_cases() -> list[Case]:
         *folded_cases(),
         *folded_before(),
         *list_cases(),
+        *parts_cases(),
         topk_of(128),
         *emit_cases(),
         *keys_cases(False),

@@ -20,7 +20,7 @@ TOPK = example("block_topk", "block_topk")
 
 
 @pytest.mark.parametrize("shape", [(2, 300, 777, 6, 2), (1, 257, 64, 7, 1), (1, 1000, 4000, 8, 2)], ids=str)
-@pytest.mark.parametrize("case", cases.list_cases(), ids=str)
+@pytest.mark.parametrize("case", [*cases.list_cases(), *cases.parts_cases()], ids=str)
 def test_dense(case: Case, shape: tuple[int, ...], seed: int) -> None:
     size = case.shape(*shape)
     run_and_check(case, size, inputs_for(case, size, seed))

@@ -19,7 +19,7 @@ OPS = {"max": cute.arch.fmax, "min": cute.arch.fmin, "sum": lambda a, b: a + b}
 
 
 @cute.jit
-def observe(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, state, tile, col0: Int32, masked):
+def observe(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, state, tile, col0, masked):
     """A block of scores, before softmax takes them.  Where softmax would begin by hiding some this is done here: two
     branches one after the other, on the same condition, make ptxas call the loop divergent."""
     if const_expr(p.emits):

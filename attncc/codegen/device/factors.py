@@ -18,7 +18,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from .functors import Tile, head_of, key_position, position
+from .functors import Tile, column, head_of, key_position, position
 from .ring import Ring, arrive, is_lead, release_for
 
 LINE = 16  # columns of a line
@@ -53,11 +53,13 @@ def factors(p, fn, env, where, there) -> tuple:
 
 # ------------------------------------------------------------------------------------- producers
 def compute_factors(p, fn, env, first, stop) -> tuple:
-    """A lane's share of the factors of a block whose first key has place `first`; from `stop` on there are none."""
+    """A lane's share of the factors of a block whose parts' first keys have places `first`; from `stop` on there are
+    none."""
     found: tuple = ()
     if p.shelved:
         for k in range(-(-p.tile_kv // 32)):
-            at = first + own_column(k)
+            part = 32 * k // p.part_kv
+            at = first[part] + own_column(k - part * p.part_kv // 32)
             found = (*found, factors(p, fn, env, key_position(p, env, at, stop), at < stop))
     return found
 
@@ -113,7 +115,7 @@ class Factors:
         p = self.p
         n = which if p.key_factor else 0
         if p.factors_by_row:
-            where, there = position(p, self.tile, self.col0, off), self.col0 + off < self.tile.stop
+            where, there = position(p, self.tile, self.col0, off), column(p, self.col0, off) < self.tile.stop
             return factors(p, self.fn, self.tile.rows[i].env, where, there)[n]
         eight = off // 8
         if (which, eight) not in self.known:

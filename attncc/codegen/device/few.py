@@ -151,20 +151,20 @@ def attend_few(
     for _ in cutlass.range(item.end - item.begin, unroll=1):
         ks = wait_block(k_ring, at)
         block = block_of(p, tags, ks, item, n, c_in)
-        left = item.offset + item.keys - (block.col0 - c_in)
-        here = with_lists(mine, fn, tile, block.col0 + KEYS * group, block.masked)
+        left = item.offset + item.keys - (block.col0[0] - c_in)
+        here = with_lists(mine, fn, tile, (block.col0[0] + KEYS * group,), block.masked)
         waited = ready_of(p, ready, "k") if p.f_k else None
         if has_keys:
             keys = k_base + ks * (p.tile_kv * p.tile_qk * 2)
             if const_expr(p.few_keys):
                 words = read_keys(p, keys, group)
                 give_back(k_ring, waited, at, ks, lead, written=False)
-                first = block.col0 - c_in
+                first = block.col0[0] - c_in
                 env, mine_at = tile.rows[0].env, first + KEYS * group
                 made = transform_keys(p, fn, turnings, more, words, env, mine_at, first + left)
                 scores_of_sixteen(p, acc_s, queries, *made)
             else:
-                transform_own(p, fn, "k", turnings, keys, tile, block.col0 - c_in, left, group)
+                transform_own(p, fn, "k", turnings, keys, tile, block.col0[0] - c_in, left, group)
                 places = Sixteen(keys, group, p.tile_kv, p.tile_qk, False)
                 scores_of_sixteen(p, acc_s, queries, loaded(p, places))
         elif const_expr(p.few_keys):
@@ -175,7 +175,7 @@ def attend_few(
         slot, phase = ring_place(p.v_stages, at)
         factors_at = wait_factors(p, shelf, slot, phase, group)
         if has_keys:
-            keys_of = Block(block.col0 + KEYS * group, block.masked)
+            keys_of = Block((block.col0[0] + KEYS * group,), block.masked)
             stale = weights(mine, fn, S, P, state, here, keys_of, factors_at, False)
         give_back_factors(p, shelf, slot, lead)
         vs = wait_block(v_ring, at)
@@ -184,7 +184,7 @@ def attend_few(
             if const_expr(p.chunk):
                 if left < p.tile_kv:
                     clear_own_tail(p, values, group, left)
-            transform_own(p, fn, "v", turnings, values, tile, block.col0 - c_in, left, group)
+            transform_own(p, fn, "v", turnings, values, tile, block.col0[0] - c_in, left, group)
             if stale:
                 rescale(O, p.head_dim_vo, state.grow)
             add_values(p, acc_o, P, Sixteen(values, group, p.tile_kv, p.tile_vo, True))

@@ -10,6 +10,9 @@ Parts, each replaceable: schedule.py (which tiles, which blocks), kv_source.py (
 (the variant), softmax.py, epilogue.py.  `p` is a codegen.config.KernelConfig, `fn` the generated functor module.
 """
 
+from functools import reduce
+from operator import or_
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -30,7 +33,7 @@ from .lists import with_lists
 from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
-from .schedule import ITEM_STAGES, ITEM_WORDS, deal, positions, take
+from .schedule import ITEM_STAGES, ITEM_WORDS, allocate_marks, deal, mark_stages, positions, take
 from .softmax import new_state, rescale, reset, settle, soften, weigh
 from .vectors import finish_rows
 
@@ -90,9 +93,10 @@ def block_of(p, tags, slot, item, step, c_in) -> Block:
     if p.counted:
         n = item.end - 1 - step
         # one unsigned comparison: two joined by `or` make ptxas call the loop divergent
-        return Block(n * p.tile_kv + c_in, Uint32(n - item.clear_begin) >= Uint32(item.clear_count))
-    tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
-    return Block((tag >> 1) * p.tile_kv + c_in, (tag & 1) != 0)
+        return Block((n * p.tile_kv + c_in,), Uint32(n - item.clear_begin) >= Uint32(item.clear_count))
+    parts = cute.make_tensor(tags + slot * p.parts, cute.make_layout(p.parts))
+    words = [warp_uniform(parts[k]) for k in range(p.parts)]
+    return Block(tuple((tag >> 1) * p.part_kv + c_in for tag in words), (reduce(or_, words) & 1) != 0)
 
 
 def env_of(item, outer) -> Env:
@@ -108,7 +112,7 @@ def transform_block(
     reach past the last key."""
     if const_expr(p.f_k if what == "k" else p.f_v):
         env = env_of(item, outer)
-        keys = Keys(env, block.col0 - c_in, env.kv_len if last else None)
+        keys = Keys(env, block.col0[0] - c_in, env.kv_len if last else None)
         transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, Int32(0), lead)
 
 
@@ -322,12 +326,14 @@ def kernel(
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p) + factor_barriers(p))
+    others = barriers(p) + factor_barriers(p)
+    bars = smem.allocate_array(Int64, 2 * (sum(stages) + mark_stages(p)) + others)
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
-    tags = smem.allocate_array(Int32, p.k_stages)
+    tags = smem.allocate_array(Int32, p.k_stages * p.parts)
     lot = smem.allocate_array(Int32, 1) if p.ahead else None
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     ready = bars + 2 * sum(stages)
+    marks = allocate_marks(p, smem, ready + others)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     turnings = allocate_tables(p, smem)
     shelf = allocate_shelf(p, smem, ready + barriers(p))
@@ -338,6 +344,7 @@ def kernel(
         open_ring(q_ring, 4)
         open_ready(p, ready)
         open_ring(shelf.ring, 4 * p.warpgroups)
+        open_ring(marks.ring, 2)
     first_lot(p, ahead, t, lot)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
@@ -346,11 +353,17 @@ def kernel(
     if wg == 0:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if warp == 0:
-            stream(p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, shelf, items, tags, env, grid, ahead)
+            stream(
+                p, fn, "k", atom_q, atom_k, sQ, sK, q_ring, k_ring, item_ring, shelf, marks, items, tags, env, grid,
+                ahead,
+            )  # fmt: skip
         if warp == 1:
-            stream(p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, shelf, items, tags, env, grid, ahead)
+            stream(
+                p, fn, "v", atom_q, atom_v, sQ, sV, q_ring, v_ring, item_ring, shelf, marks, items, tags, env, grid,
+                ahead,
+            )  # fmt: skip
         if warp == 2:
-            deal(p, fn, item_ring, items, tickets, env, grid)
+            deal(p, fn, item_ring, marks, items, tickets, env, grid)
         if const_expr(p.ahead):
             if warp == 3:
                 multiply_ahead(p, fn, ahead, env, grid, lot)
@@ -377,8 +390,8 @@ def host(
     """q, k, o: (s, d, h, b); v: (d, s, h, b).  Only builds the copy atoms; never run."""
     load, save = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
     aq, _ = cpasync.make_tiled_tma_atom(load, q, rows_layout(p, 64, p.tile_qk), (64, p.tile_qk))
-    ak, _ = cpasync.make_tiled_tma_atom(load, k, rows_layout(p, p.tile_kv, p.tile_qk), (p.tile_kv, p.tile_qk))
-    av, _ = cpasync.make_tiled_tma_atom(load, v, cols_layout(p, p.tile_vo, p.tile_kv), (p.tile_vo, p.tile_kv))
+    ak, _ = cpasync.make_tiled_tma_atom(load, k, rows_layout(p, p.part_kv, p.tile_qk), (p.part_kv, p.tile_qk))
+    av, _ = cpasync.make_tiled_tma_atom(load, v, cols_layout(p, p.tile_vo, p.part_kv), (p.tile_vo, p.part_kv))
     ao, _ = cpasync.make_tiled_tma_atom(save, o, rows_layout(p, 64, p.stage_vo), (64, p.stage_vo))
     kernel(aq, ak, av, ao, lse, tickets, values, p, fn).launch(
         grid=(blocks, 1, 1), block=(p.threads, 1, 1), stream=stream, min_blocks_per_mp=1

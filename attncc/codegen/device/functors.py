@@ -91,7 +91,7 @@ class Row(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of keys: this thread's first column in it, and whether the mask runs."""
+    """A block of keys: this thread's first column in each part of it, and whether the mask runs."""
 
     col0: Any
     masked: Any
@@ -133,13 +133,18 @@ def open_row(p, fn, env, hd, iq, stop) -> Row:
     return Row(env, hd, unit_of(p, fn, hd, rw), rw, i, iq, lo, hi, line)
 
 
+def column(p, col0, off: int):
+    """The place of column `off` after a thread's first one in a block whose parts begin at `col0`."""
+    return col0[off // p.part_kv] + off % p.part_kv
+
+
 def position(p, tile: Tile, col0, off: int):
-    """Where column `off` after a thread's first column of a block stands: col0 + off, or, where keys are listed in
-    blocks, as the list says (anywhere, for columns past the last key).  Nobody asks memory where nobody uses it."""
+    """Where that column stands: at its place, or, where keys are listed in blocks, as the list says (anywhere, for
+    columns past the last key).  Nobody asks memory where nobody uses it."""
     if p.layout != "blocks":
-        return col0 + off
+        return column(p, col0, off)
     alike = p.chunk or 1  # columns whose blocks are the same
-    return key_position(p, tile.rows[0].env, col0 + off // alike * alike, tile.stop) + off % alike
+    return key_position(p, tile.rows[0].env, column(p, col0, off // alike * alike), tile.stop) + off % alike
 
 
 def key_position(p, env, key, stop):
@@ -164,19 +169,32 @@ def visible(p, fn, tile: Tile, i: int, cl, col0, off: int):
     """Does the key of column col0 + off exist for row i of the thread?"""
     row = tile.rows[i]
     if p.row_bounds:  # ptxas moves bits of a word to predicates seven at a time
-        bits = prefix(row.hi - col0)
+        bits = columns_below(p, row.hi, col0)
         if p.masks_below:
-            bits = bits & ~prefix(row.lo - col0)
+            bits = bits & ~columns_below(p, row.lo, col0)
         if p.list_block:
             bits = bits & tile.chosen[i]
         return (bits & bit_of(off)) != 0
-    seen = (col0 + off < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, position(p, tile, col0, off))
+    j = position(p, tile, col0, off)
+    seen = (column(p, col0, off) < tile.stop) & fn.mask(row.env, row.hd, row.rw, cl, row.i, j)
     return seen & ((tile.chosen[i] & bit_of(off)) != 0) if p.list_block else seen
 
 
-def prefix(n):
-    """A thread's columns 0, 1, 8, 9, 16, 17, … below n, as the low bits of a word."""
-    n = cutlass.min(cutlass.max(n, 0), 128)
+def columns_below(p, x, col0):
+    """A thread's columns of a block whose places are below x, as bits."""
+    bits = prefix(x - col0[0], p.part_kv if p.parts > 1 else 128)
+    for k, first in enumerate(col0[1:], start=1):
+        bits = bits | prefix(x - first, p.part_kv) << k * part_bits(p)
+    return bits
+
+
+def part_bits(p) -> int:
+    return p.part_kv // 8 * 2
+
+
+def prefix(n, most: int = 128):
+    """A thread's columns 0, 1, 8, 9, 16, 17, … below n, as the low bits of a word; n is at most `most`."""
+    n = cutlass.min(cutlass.max(n, 0), most)
     count = 2 * (n >> 3) + cutlass.min(n & 7, 2)
     return Int32((Int64(1) << Int64(count)) - 1)
 
@@ -209,13 +227,16 @@ def columns(p, fn, tile: Tile, col0):
 
 def row_columns(p, fn, tile: Tile, i: int, col0):
     row = tile.rows[i]
-    bk = fn.block(row.env, row.hd, tile.i0, col0)
-    where = [(n, c) for n in range(p.tile_kv // 8) for c in range(2)]
-    return {(n, c): fn.col(row.env, row.hd, bk, position(p, tile, col0, 8 * n + c), 8 * n + c) for n, c in where}
+    found = {}
+    for k, first in enumerate(col0):
+        bk, begin = fn.block(row.env, row.hd, tile.i0, first), k * p.part_kv
+        for off in (begin + 8 * n + c for n in range(p.part_kv // 8) for c in range(2)):
+            found[off // 8, off % 8] = fn.col(row.env, row.hd, bk, position(p, tile, col0, off), off - begin)
+    return found
 
 
 def ramp_of(p, fn, tile: Tile, col0):
-    """(a, start, step) of each row, with score = a * dot + start + step * off."""
+    """(a, start, step) of each row in one part of a block, with score = a * dot + start + step * off."""
     rows = [fn.ramp(r.hd, fn.block(r.env, r.hd, tile.i0, col0)) for r in tile.rows[: 1 + p.columns_by_row]]
     return rows[0], rows[-1]
 

@@ -15,10 +15,10 @@ from cutlass.cute.nvgpu import cpasync
 
 from .factors import compute_factors, put_factors
 from .gather import announce, copy_rows, own_row, shares
-from .layout import coords
+from .layout import box_place, coords
 from .packed import Holes, Keyed, Load, Owner, env_of, kept_word, lines_of, peek
 from .ring import advance, is_lead, release
-from .schedule import Walk, first_chunk, next_block
+from .schedule import Walk, first_chunk, next_block, next_mark, read_mark
 
 
 class Cache(NamedTuple):
@@ -85,10 +85,6 @@ class Boxes:
         self.dst, self.src = cpasync.tma_partition(atom, 0, cute.make_layout(1), divided, cute.group_modes(gB, 0, 2))
         self.what, self.nbytes = what, p.chunk * tile * 2
         self.a_page = sizes.page_size // p.chunk
-
-
-def box_place(what: str, c: int, slot):
-    return (c, 0, slot) if what == "k" else (0, c, slot)
 
 
 @cute.jit
@@ -168,15 +164,18 @@ def want(wanted: cute.Pointer, lead):
 @cute.jit
 def stream_boxes(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, atom, sB, ring: cutlass.Constexpr,
-    item_ring: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    item_ring: cutlass.Constexpr, marks: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One warp streams K, another V, block by block from the last to the first."""
     cpasync.prefetch_descriptor(atom)
     lead = is_lead()
     slot, phase, it, it_phase = Int32(0), Int32(1), Int32(0), Int32(0)
+    mark = next_place(p)
     live = True
     while live:
-        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first, mark = take_load(
+            p, fn, item_ring, items, it, it_phase, marks, mark, lead, lists, sizes
+        )  # fmt: skip
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         if count > 0:
@@ -184,7 +183,9 @@ def stream_boxes(
             places = look_up_box(p, item, n, lists, sizes)
             for k in cutlass.range(count, unroll=1):
                 now, tag, here = n, 2 * n + masked, places
-                n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+                n, masked, chunk, seen, clear, mark = following_block(
+                    p, fn, walk, n, masked, chunk, seen, clear, marks, mark, k + 1 < count, lead
+                )  # fmt: skip
                 places = look_up_box(p, item, n, lists, sizes)
                 if const_expr(what == "k"):
                     if k == cutlass.max(count - LEAD, 0):
@@ -198,7 +199,7 @@ def stream_boxes(
 @cute.jit
 def stream_rows(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, who: Int32, k: Cache, v: Cache, q, sQ, sK, sV,
-    rings: cutlass.Constexpr, items, tags, wanted, lists, sizes,
+    rings: cutlass.Constexpr, marks: cutlass.Constexpr, items, tags, wanted, lists, sizes,
 ):  # fmt: skip
     """One of the warps that gather Q, K and V together.  A block of K is copied before the block of V that comes before
     it: so the consumers free the slots."""
@@ -206,9 +207,12 @@ def stream_rows(
     lead = is_lead()
     k_base, v_base = sK.iterator.toint(), sV.iterator.toint()
     ks, kph, vs, vph, qs, qph, it, it_phase = (Int32(x) for x in (0, 1, 0, 1, 0, 1, 0, 0))
+    mark = next_place(p)
     live = True
     while live:
-        item, live, count, walk, first = take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes)
+        item, live, count, walk, first, mark = take_load(
+            p, fn, item_ring, items, it, it_phase, marks, mark, lead, lists, sizes
+        )  # fmt: skip
         n, masked, chunk, seen, clear = first
         it, it_phase = advance(item_ring.stages, it, it_phase)
         places = look_up_rows(p, item, n, who, lists, sizes)
@@ -217,7 +221,9 @@ def stream_rows(
             fill_rows(p, "k", k_base, k, k_ring, ks, kph, places, item.g, left, tags, tag, who)
             ks, kph = advance(k_ring.stages, ks, kph)
         last, last_places = n, places
-        n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+        n, masked, chunk, seen, clear, mark = following_block(
+            p, fn, walk, n, masked, chunk, seen, clear, marks, mark, count > 1, lead
+        )  # fmt: skip
         places = look_up_rows(p, item, n, who, lists, sizes)
         if live:
             gather_queries(p, q, sQ, q_ring, qs, qph, item, sizes, who, TEAM)
@@ -231,7 +237,9 @@ def stream_rows(
                 want(wanted, lead)
             now, now_places = last, last_places
             last, last_places = n, places
-            n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+            n, masked, chunk, seen, clear, mark = following_block(
+                p, fn, walk, n, masked, chunk, seen, clear, marks, mark, j + 2 < count, lead
+            )  # fmt: skip
             places = look_up_rows(p, item, n, who, lists, sizes)
             left = item.keys - now * p.tile_kv
             fill_rows(p, "v", v_base, v, v_ring, vs, vph, now_places, item.g, left, tags, Int32(0), who)
@@ -268,44 +276,95 @@ def shelve(
     """The factors of all blocks of an item, in the order in which they are visited; (slot, phase) of what follows."""
     item = peek(Load, items, it)
     env, walk = key_env(items, it, item, lists, sizes), walk_of_item(p, items, it, item, lists, sizes)
-    n, masked, chunk, seen, clear = first_block(p, fn, walk, item)
+    n, masked, chunk, seen, clear, _ = first_block(p, fn, walk, item, None, None, None)
     for _ in cutlass.range(item.end - item.begin, unroll=1):
-        found = compute_factors(p, fn, env, env.key_offset + n * p.tile_kv, env.key_stop)
+        found = compute_factors(p, fn, env, (env.key_offset + n * p.tile_kv,), env.key_stop)
         put_factors(p, shelf, slot, phase, found)
         slot, phase = advance(shelf.ring.stages, slot, phase)
-        n, masked, chunk, seen, clear = following_block(p, fn, walk, n, masked, chunk, seen, clear)
+        n, masked, chunk, seen, clear, _ = following_block(
+            p, fn, walk, n, masked, chunk, seen, clear, None, None, None, None
+        )  # fmt: skip
     return slot, phase
 
 
-def take_load(p, fn, item_ring, items, it, it_phase, lead, lists, sizes):
+@cute.jit
+def show(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, marks: cutlass.Constexpr, mark: Int32, mark_phase: Int32,
+    shelf: cutlass.Constexpr, slot: Int32, phase: Int32, items, it: Int32, trail, lists, sizes,
+):  # fmt: skip
+    """The marks of an item whose rows list blocks, and the factors of the keys there: these come behind the mark after
+    them, since what a block's page is somebody looks up one block ahead.  Where the next marks and factors go."""
+    item = peek(Load, items, it)
+    walk, n = walk_of_item(p, items, it, item, lists, sizes), Int32(0)
+    for k in cutlass.range(item.end + p.shelved, unroll=1):
+        last = n
+        if k < item.end:
+            n, mark, mark_phase, trail = next_mark(p, fn, marks, mark, mark_phase, walk, trail)
+        if const_expr(p.shelved):
+            if k > 0:
+                env = key_env(items, it, item, lists, sizes)
+                found = compute_factors(p, fn, env, (env.key_offset + last * p.tile_kv,), env.key_stop)
+                put_factors(p, shelf, slot, phase, found)
+                slot, phase = advance(shelf.ring.stages, slot, phase)
+    return mark, mark_phase, slot, phase
+
+
+class NextMark(NamedTuple):
+    """Where a warp that fills rings finds the next mark."""
+
+    slot: Any
+    phase: Any
+
+
+def next_place(p):
+    return NextMark(Int32(0), Int32(0)) if p.walks_lists else None
+
+
+def take_load(p, fn, item_ring, items, it, it_phase, marks, mark, lead, lists, sizes):
     """Wait for the next item: what to load, is there one, its blocks, how to go through them, and where that begins."""
     cute.arch.mbarrier_wait(item_ring.full + it, it_phase)
     cute.arch.griddepcontrol_wait()  # the schedule warp has waited already; this makes it true of this warp's copies
     item = peek(Load, items, it)
     live, count = item.live != 0, item.end - item.begin
-    walk = walk_of_item(p, items, it, item, lists, sizes)
-    first = first_block(p, fn, walk, item)
+    walk = None if p.walks_lists else walk_of_item(p, items, it, item, lists, sizes)
+    *first, mark = first_block(p, fn, walk, item, marks, mark, lead)
     release(item_ring, it, lead)
-    return item, live, count, walk, first
+    return item, live, count, walk, first, mark
 
 
 @cute.jit
-def first_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, item):
-    """(block, masked, and the walk's state) of an item's last block."""
+def first_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, item, marks: cutlass.Constexpr, mark, lead):
+    """(block, masked, the walk's state, the next mark) of an item's last block."""
     n, masked, chunk, seen, clear = cutlass.max(item.end - 1, 0), Int32(0), Int32(0), Int32(0), Int32(0)
-    if const_expr(not p.counted):
+    if const_expr(p.walks_lists):
+        if item.end > 0:
+            n, masked, mark = marked(p, marks, mark, lead)
+    elif const_expr(not p.counted):
         if item.end > 0:
             n, masked, chunk, seen, clear = next_block(p, fn, walk, first_chunk(p, walk), seen, clear)
-    return n, masked, chunk, seen, clear
+    return n, masked, chunk, seen, clear, mark
 
 
 @cute.jit
-def following_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, n, masked, chunk, seen, clear):
+def following_block(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, n, masked, chunk, seen, clear, marks: cutlass.Constexpr, mark,
+    more, lead,
+):  # fmt: skip
+    """`more`: there is one; else what comes is nobody's."""
     if const_expr(p.counted):
         n = cutlass.max(n - 1, 0)
+    elif const_expr(p.walks_lists):
+        if more:
+            n, masked, mark = marked(p, marks, mark, lead)
     else:
         n, masked, chunk, seen, clear = next_block(p, fn, walk, chunk, seen, clear)
-    return n, masked, chunk, seen, clear
+    return n, masked, chunk, seen, clear, mark
+
+
+@cute.jit
+def marked(p: cutlass.Constexpr, marks: cutlass.Constexpr, mark, lead):
+    (word,), slot, phase = read_mark(p, marks, mark.slot, mark.phase, lead)
+    return word >> 1, word & 1, NextMark(slot, phase)
 
 
 @cute.jit

@@ -54,6 +54,11 @@ def coords(d: int, transposed: bool = False):
     return cute.make_tensor((0, 0, 0, 0), cute.make_layout(shape, stride=tuple(stride)))
 
 
+def box_place(what: str, c: int, slot):
+    """Of a tile of K or V in boxes of rows, which zipped_divide makes: box c of a slot."""
+    return (c, 0, slot) if what == "k" else (0, c, slot)
+
+
 def mma_scores(p):
     dt = element(p)
     return sm90.make_trivial_tiled_mma(dt, dt, K_MAJOR, K_MAJOR, Float32, (1, 1, 1), (64, p.tile_kv))

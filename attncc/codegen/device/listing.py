@@ -59,9 +59,8 @@ def row_of(p, call, row, head, params):
 
 @cute.kernel
 def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
-    # the kernel before may still run, and write the lists; attention waits by itself for the lines
+    # attention waits by itself for the lines
     cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
     names = [name for name, _ in LISTING[p.served]]
     call, params = Call(**dict(zip(names, values[: len(names)], strict=True))), values[len(names) :]
     block, _, _ = cute.arch.block_idx()
@@ -69,6 +68,8 @@ def kernel(values, p: cutlass.Constexpr, fn: cutlass.Constexpr):
     line = n // call.team
     row = line // call.lines
     env, iq, exists = row_of(p, call, row, line - row * call.lines, params)
+    # no kernel writes a plan, so that was read early; the one before may still run, write the lists and read the lines
+    cute.arch.griddepcontrol_wait()
     if exists:
         address, stride, count = list_of(fn, env, iq + env.kv_len - env.qo_len, iq)
         size = block_keys(fn, env)

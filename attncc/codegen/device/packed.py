@@ -220,4 +220,4 @@ def block_of(p, tags, slot, item, n, c_in) -> Block:
     else:
         tag = warp_uniform(cute.make_tensor(tags + slot, cute.make_layout(1))[0])
         n, masked = tag >> 1, (tag & 1) != 0
-    return Block(item.offset + n * p.tile_kv + c_in, masked)
+    return Block((item.offset + n * p.tile_kv + c_in,), masked)

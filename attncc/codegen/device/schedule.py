@@ -3,7 +3,8 @@
 One warp deals work items into a ring in shared memory; the producers and consumers read them.  An item is eight
 words: query tile, head, request, live, then the blocks of keys to visit [begin, end), the first of those that need no
 mask, and how many there are of these.  Where the mask leaves holes, the blocks are chosen one by one (`next_block`) and
-the item carries only their number, as [0, count).
+the item carries only their number, as [0, count).  Where rows list blocks the schedule warp chooses, a few blocks ahead
+of the producers (`Marks`).
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +14,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import Env, classify_tile, highest_bit, tile_bounds
-from .lists import Lines, asked
-from .ring import advance, release, warp_uniform
+from .lists import Lines, count_listed, next_listed
+from .ring import Ring, advance, release, warp_uniform
 
 ITEM_STAGES = 2
 ITEM_WORDS = 8
@@ -92,18 +93,13 @@ def ballots(p, fn, walk, chunk):
     inside = (start < walk.keys) & (j0 < walk.hi) & (j1 >= walk.lo)
     clear = ((j0 >= walk.clear_lo) & (j1 < walk.clear_hi)) | (must & walk.classify)
     seen = Boolean(inside & (may | ~walk.classify))
-    if p.walks_lists:
-        begin = walk.offset + chunk * 32 * p.tile_kv
-        end = cutlass.min(begin + 32 * p.tile_kv, walk.offset + walk.keys)
-        some, every = asked(p, fn, walk, begin, end, j0 + walk.offset, j1 + walk.offset)
-        seen, clear = Boolean(seen & some), clear & every
     return cute.arch.vote_ballot_sync(seen), cute.arch.vote_ballot_sync(seen & clear & (start + p.tile_kv <= walk.keys))
 
 
 @cute.jit
 def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
     count = Int32(0)
-    for c in cutlass.range(last_chunk(p, walk), first_chunk(p, walk), unroll=1):
+    for c in cutlass.range(first_chunk(p, walk), unroll=1):
         seen, _ = ballots(p, fn, walk, c)
         count = count + cute.arch.popc(seen)
     return count
@@ -112,7 +108,7 @@ def count_blocks(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk):
 @cute.jit
 def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, seen: Int32, clear: Int32):
     """The highest block not yet visited; (block, masked, chunk, seen, clear).  Past the last one: block 0, masked."""
-    while (seen == 0) & (chunk > last_chunk(p, walk)):
+    while (seen == 0) & (chunk > 0):
         chunk = chunk - 1
         seen, clear = ballots(p, fn, walk, chunk)
     top = cutlass.select_(seen == 0, Int32(0), highest_bit(seen))
@@ -122,27 +118,81 @@ def next_block(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, chunk: Int32, 
 
 def first_chunk(p, walk):
     """The walk begins before this chunk."""
-    # a chunk whose lists are asked costs a way to memory
-    keys = cutlass.max(cutlass.min(walk.hi, walk.keys), 0) if p.walks_lists else walk.keys
-    return (keys + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
+    return (walk.keys + 32 * p.tile_kv - 1) // (32 * p.tile_kv)
 
 
-def last_chunk(p, walk):
-    """... and ends with this one."""
-    return cutlass.max(cutlass.min(walk.lo, walk.keys), 0) // (32 * p.tile_kv) if p.walks_lists else 0
+# ------------------------------------------------------------------------------------- walks over lists
+class Marks(NamedTuple):
+    """What the schedule warp finds on a walk over lists, for those who fill the rings: of every block of keys the units
+    that it is made of, as words 2 unit + masked."""
+
+    ring: Ring
+    words: Any
+
+
+def mark_stages(p) -> int:
+    """How far ahead the schedule warp walks: past the end of an item, so that the next one is found meanwhile."""
+    return (4 if p.served else 8) if p.walks_lists else 0
+
+
+def allocate_marks(p, smem, barriers) -> Marks:
+    stages = mark_stages(p)
+    return Marks(Ring(barriers, stages), smem.allocate_array(Int32, stages * p.parts) if stages else None)
+
+
+def units_at(p, marks, slot):
+    return cute.make_tensor(marks.words + slot * p.parts, cute.make_layout(p.parts))
+
+
+@cute.jit
+def next_mark(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, marks: cutlass.Constexpr, slot: Int32, phase: Int32, walk, trail
+):  # fmt: skip
+    """The units of the next block become a mark: (the first of them, where the mark after it goes, trail).  Where none
+    is left, the first is unit 0, and others are past the last key; all are masked."""
+    n, masked, trail = next_listed(p, fn, walk, trail)
+    first = cutlass.max(n, 0)
+    found = (2 * first + masked,)
+    for _ in cutlass.range_constexpr(p.parts - 1):
+        n, masked, trail = next_listed(p, fn, walk, trail)
+        past = (walk.keys + p.part_kv - 1) // p.part_kv
+        found = (*found, 2 * cutlass.select_(n < 0, past, n) + masked)
+    cute.arch.mbarrier_wait(marks.ring.empty + slot, phase)
+    if cute.arch.lane_idx() == 0:
+        to = units_at(p, marks, slot)
+        for k in cutlass.range_constexpr(p.parts):
+            to[k] = found[k]
+        cute.arch.mbarrier_arrive(marks.ring.full + slot)
+    slot, phase = advance(marks.ring.stages, slot, phase)
+    return first, slot, phase, trail
+
+
+@cute.jit
+def read_mark(p: cutlass.Constexpr, marks: cutlass.Constexpr, slot: Int32, phase: Int32, lead):
+    """(the words of the next mark, where the one after it is)."""
+    cute.arch.mbarrier_wait(marks.ring.full + slot, phase)
+    at = units_at(p, marks, slot)
+    found = tuple(warp_uniform(at[k]) for k in range(p.parts))
+    release(marks.ring, slot, lead)
+    slot, phase = advance(marks.ring.stages, slot, phase)
+    return found, slot, phase
 
 
 # ------------------------------------------------------------------------------------- dealing
 @cute.jit
-def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, items, tickets, env, grid):
-    """The schedule warp: posts items; the first dead one ends the CTA.  Equal tiles are dealt back and forth; where
-    a mask makes them unequal an atomic counter deals the next tile to whoever is idle.
+def deal(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, marks: cutlass.Constexpr, items, tickets, env,
+    grid,
+):  # fmt: skip
+    """The schedule warp: posts items, and marks; the first dead item ends the CTA.  Equal tiles are dealt back and
+    forth; where a mask makes them unequal an atomic counter deals the next tile to whoever is idle.
     tickets: two zeroed counters; the last CTA to run dry zeroes them again."""
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
     num_tiles = grid.num_tiles_q * grid.num_heads_batch
     slot, phase, turn = Int32(0), Int32(1), Int32(0)
+    mark, mark_phase = Int32(0), Int32(1)
     tile = bx
     live = Boolean(True)
     while live:
@@ -160,6 +210,10 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
         begin, end, clear_begin, clear_count = Int32(0), Int32(1), Int32(0), Int32(0)
         if const_expr(p.counted):
             begin, end, clear_begin, clear_count = counted_blocks(p, fn, here, m)
+        elif const_expr(p.walks_lists):
+            walk = walk_of(p, fn, here, m)
+            count, trail = count_listed(p, fn, walk)
+            end = cutlass.max((count + p.parts - 1) // p.parts, 1)
         else:
             end = cutlass.max(count_blocks(p, fn, walk_of(p, fn, here, m)), 1)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)
@@ -169,6 +223,10 @@ def deal(p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, i
             at[4], at[5], at[6], at[7] = begin, end, clear_begin, clear_count
             cute.arch.mbarrier_arrive(ring.full + slot)
         slot, phase = advance(ring.stages, slot, phase)
+        if const_expr(p.walks_lists):
+            if live:
+                for _ in cutlass.range(end, unroll=1):
+                    _n, mark, mark_phase, trail = next_mark(p, fn, marks, mark, mark_phase, walk, trail)
         if const_expr(p.dynamic):
             if live:
                 if lane == 0:

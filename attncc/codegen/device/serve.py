@@ -59,6 +59,7 @@ from .packed import (
 from .ring import is_lead, open_ring, own_thread, release, release_for, ring_place, rings_of, wait_block, warp_uniform
 from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
+from .schedule import allocate_marks, mark_stages
 from .softmax import new_state, rescale, reset, settle
 from .tickets import deal_tickets
 from .vectors import finish_rows
@@ -99,7 +100,7 @@ def transform_own(
     the last key."""
     if const_expr(p.f_k if what == "k" else p.f_v):
         row = tile.rows[0]
-        keys = Keys(row.env, block.col0 - c_in, tile.stop if last else None)
+        keys = Keys(row.env, block.col0[0] - c_in, tile.stop if last else None)
         transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, split, lead)
 
 
@@ -141,7 +142,7 @@ def attend(
     weights(p, fn, S, P, state, first_tile, Block(block.col0, Boolean(True)) if p.mask else block, factors_at, True)
     give_back_factors(p, shelf, slot, lead, stride)
     if const_expr(p.chunk):
-        left = item.offset + item.keys - (block.col0 - c_in)
+        left = item.offset + item.keys - (block.col0[0] - c_in)
         if left < p.tile_kv:
             vs = wait_block(v_ring, at)
             clear_tail(p, v_base + vs * (p.tile_kv * p.tile_vo * 2), left, t, w)
@@ -401,13 +402,15 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups
-    bars = smem.allocate_array(Int64, 2 * sum(stages) + barriers(p) + factor_barriers(p))
+    others = barriers(p) + factor_barriers(p)
+    bars = smem.allocate_array(Int64, 2 * (sum(stages) + mark_stages(p)) + others)
     items = smem.allocate_array(Int32, ITEM_WORDS * ITEM_STAGES)
     tags = smem.allocate_array(Int32, p.k_stages)
     flags = smem.allocate_array(Int32, 2)
     wanted = smem.allocate_array(Int64, 1)
     k_ring, v_ring, item_ring, q_ring = rings_of(bars, stages)  # slot of Q: stage * warpgroups + warpgroup
     ready = bars + 2 * sum(stages)
+    marks = allocate_marks(p, smem, ready + others)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, SUMS)
     turnings = allocate_tables(p, smem)
@@ -420,6 +423,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         cute.arch.mbarrier_init(wanted, 1)
         open_ready(p, ready)
         open_ring(shelf.ring, 4 * p.warpgroups)
+        open_ring(marks.ring, 2 if p.chunk else TEAM)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -430,16 +434,16 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
         cute.arch.setmaxregister_decrease(p.registers[0])
         if const_expr(p.chunk):
             if warp == 0:
-                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "k", atom_k, sK, k_ring, item_ring, marks, items, tags, wanted, lists, sizes)
             if warp == 1:
-                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, items, tags, wanted, lists, sizes)
+                stream_boxes(p, fn, "v", atom_v, sV, v_ring, item_ring, marks, items, tags, wanted, lists, sizes)
             if warp == 2:
                 stream_queries(p, q, sQ, q_ring, item_ring, items, sizes)
         else:
             if warp < TEAM:
-                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, items, tags, wanted, lists, sizes)
+                stream_rows(p, fn, warp, atom_k, atom_v, q, sQ, sK, sV, rings, marks, items, tags, wanted, lists, sizes)
         if warp == 3:
-            deal_tickets(p, fn, item_ring, shelf, items, wanted, lists, sizes)
+            deal_tickets(p, fn, item_ring, shelf, marks, items, wanted, lists, sizes)
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(

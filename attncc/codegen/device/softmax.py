@@ -54,6 +54,8 @@ def chains(op, vals, k: int):
 
 def opaque(x):
     """x, as a value of its own: what is computed from it is computed again, not kept in registers from before."""
+    if isinstance(x, tuple):
+        return tuple(map(opaque, x))
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
@@ -153,7 +155,7 @@ def drop_hidden(p, S, P):
 
 
 @cute.jit
-def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, factors_at, spoilt):
+def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0, factors_at, spoilt):
     """The block with the base it finds; True if that was not good enough."""
     part = cute.make_rmem_tensor((4,), Float32)
     unit = [row.unit for row in tile.rows]
@@ -164,9 +166,11 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
     elif const_expr(p.score == "dot"):
         exponentials(p, S, P, part, by, lambda s, i, c, n: s * unit[i] - base[i])
     elif const_expr(p.ramp):  # two FMAs a score
-        line = [[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, col0), unit, strict=False)]
-        begin = [line[i][1] - base[i] for i in range(2)]
-        exponentials(p, S, P, part, by, lambda s, i, c, n: s * line[i][0] + (line[i][2] * float(8 * n + c) + begin[i]))
+        lines, begin = [], []
+        for first in col0:
+            lines.append([[x * u for x in r] for r, u in zip(ramp_of(p, fn, tile, first), unit, strict=False)])
+            begin.append([lines[-1][i][1] - base[i] for i in range(2)])
+        exponentials(p, S, P, part, by, lambda s, i, c, n: on_ramp(p, lines, begin, s, i, 8 * n + c))
     else:
         cls = columns(p, fn, tile, col0)
         may_read = ~spoilt if p.score_loads else True
@@ -183,8 +187,13 @@ def optimistic(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, c
     return stale
 
 
+def on_ramp(p, lines, begin, s, i: int, off: int):
+    k, off = divmod(off, p.part_kv)
+    return s * lines[k][i][0] + (lines[k][i][2] * float(off) + begin[k][i])
+
+
 @cute.jit
-def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, factors_at, masked):
+def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0, factors_at, masked):
     """S becomes what the maximum is taken of: scores where the unit is positive, base-2 logits else."""
     if const_expr(p.key_factor == "unit"):
         multiply(p, fn, S, tile, col0, factors_at, masked)
@@ -202,7 +211,7 @@ def rescore(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, tile, col0: Int32, f
 
 @cute.jit
 def soften(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0: Int32, factors_at, masked,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, state, tile, col0, factors_at, masked,
     first: cutlass.Constexpr,
 ):  # fmt: skip
     """P and the running sums from one block of scores.  True if a row's base moved: then O must be multiplied by
@@ -241,7 +250,7 @@ def soften(
 
 
 @cute.jit
-def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0: Int32, factors_at, masked):
+def weigh(p: cutlass.Constexpr, fn: cutlass.Constexpr, S, P, tile, col0, factors_at, masked):
     """scan = none: the weights are the logits themselves."""
     if const_expr(p.key_factor):
         multiply(p, fn, S, tile, col0, factors_at)

@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from .functors import tile_bounds
-from .kv_pages import shelve
+from .kv_pages import shelve, show
+from .lists import Trail, count_listed
 from .packed import FEW, ITEM_WORDS, RECORD_WORDS, WORDS, Owner, env_of, kept_word, lines_of, row_env
 from .ring import advance
 from .schedule import Walk, count_blocks
@@ -83,9 +84,14 @@ def position_range(
     return lo, hi, clear_lo, clear_hi, i0, i1, together
 
 
+def no_trail(p):
+    return Trail(*(Int32(0) for _ in Trail._fields)) if p.walks_lists else None
+
+
 @cute.jit
 def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes):
-    """The words that the schedule warp adds to record `r` of kv head g, in the order of ADDED."""
+    """(the words that the schedule warp adds to record `r` of kv head g, in the order of ADDED, the trail that a walk
+    over its lists begins with)."""
     owner = Owner(r[WORDS["request"]], r[WORDS["q_start"]], r[WORDS["qo_len"]], r[WORDS["kv_len"]])
     rows, keys, offset, table = (r[WORDS[n]] for n in ("rows", "keys", "offset", "table"))
     lo, hi, clear_lo, clear_hi, i0, i1, together = position_range(
@@ -95,6 +101,7 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
     hi = cutlass.min(hi - offset, r[WORDS["key_end"]])
     clear_lo, clear_hi = cutlass.max(clear_lo - offset, 0), cutlass.max(cutlass.min(clear_hi - offset, keys), 0)
     begin, end, clear_begin, clear_count = Int32(0), Int32(0), Int32(0), Int32(0)
+    trail = no_trail(p)
     if hi > lo:
         if const_expr(p.counted):
             begin, end = lo // p.tile_kv, (hi + p.tile_kv - 1) // p.tile_kv
@@ -104,18 +111,22 @@ def added_words(p: cutlass.Constexpr, fn: cutlass.Constexpr, r, g, lists, sizes)
             env = env_of(owner, g * sizes.group_size, g, offset, keys, table, lists, sizes)
             lines = lines_of(p, r[WORDS["row0"]], rows, sizes)
             walk = Walk(env, i0, i1, lo, hi, clear_lo, clear_hi, offset, keys, together, lines)
-            end = count_blocks(p, fn, walk)
+            if const_expr(p.walks_lists):
+                end, trail = count_listed(p, fn, walk)
+            else:
+                end = count_blocks(p, fn, walk)
     split = Int32((rows <= FEW) | ((rows <= 64) & (end - begin >= 2)))
-    return begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
+    added = begin, end, clear_begin, clear_count, split, lo, hi, clear_lo, clear_hi, i0, i1, Int32(together)
+    return added, trail
 
 
 @cute.jit
 def deal_tickets(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, shelf: cutlass.Constexpr, items, wanted,
-    lists, sizes,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, shelf: cutlass.Constexpr,
+    marks: cutlass.Constexpr, items, wanted, lists, sizes,
 ):  # fmt: skip
-    """Posts items, and the factors of their keys; the first dead one ends the CTA.  tickets: two zeroed counters; the
-    last CTA to run dry zeroes them again."""
+    """Posts items, and the marks and factors of their keys; the first dead item ends the CTA.  tickets: two zeroed
+    counters; the last CTA to run dry zeroes them again."""
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
@@ -127,6 +138,7 @@ def deal_tickets(
     total = cutlass.select_(rows <= sizes.rows, total, Int32(0))
     slot, phase, asked = Int32(0), Int32(1), Int32(0)
     place, place_phase = Int32(0), Int32(1)  # on the shelf
+    mark, mark_phase = Int32(0), Int32(1)
     ticket = bx
     live = Boolean(True)
     while live:
@@ -134,7 +146,7 @@ def deal_tickets(
         cute.arch.mbarrier_wait(ring.empty + slot, phase)
         at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
         g = Int32(0)
-        added = tuple(Int32(0) for _ in range(12))
+        added, trail = tuple(Int32(0) for _ in range(12)), no_trail(p)
         record = ticket // heads
         if lane < RECORD_WORDS:
             at[lane] = kept_word(lists.items, record * RECORD_WORDS + lane, live)
@@ -143,14 +155,19 @@ def deal_tickets(
         cute.arch.griddepcontrol_wait()
         if live:
             g = at[WORDS["head"]] + (ticket - record * heads)
-            added = added_words(p, fn, at, g, lists, sizes)
+            added, trail = added_words(p, fn, at, g, lists, sizes)
         if lane == 0:
             for k, x in enumerate((g, Int32(live), *added)):
                 at[RECORD_WORDS + k] = x
         cute.arch.sync_warp()
         if lane == 0:
             cute.arch.mbarrier_arrive(ring.full + slot)
-        if const_expr(p.shelved):
+        if const_expr(p.walks_lists):
+            if live:
+                mark, mark_phase, place, place_phase = show(
+                    p, fn, marks, mark, mark_phase, shelf, place, place_phase, items, slot, trail, lists, sizes
+                )
+        elif const_expr(p.shelved):
             if live:
                 place, place_phase = shelve(p, fn, shelf, place, place_phase, items, slot, lists, sizes)
         slot, phase = advance(ring.stages, slot, phase)

@@ -64,6 +64,14 @@ def test_dense(case: Case, artifact: Callable[[Case], Path]) -> None:
         check(case, artifact(case), replace(x, params=params), sm_count=1 + k, seed=k)
 
 
+def test_blocks_in_parts_are_made_ahead(artifact: Callable[[Case], Path]) -> None:
+    (case,) = [replace(c, prepass=True) for c in parts_cases() if c.variant == "parts_scaled"]
+    kernel = read_artifact(artifact(case)).manifest["kernels"]["prepared"]
+    assert kernel["config"]["parts"] == 2 and list(kernel["ahead"]) == ["k", "v"]
+    for k, sizes in enumerate(SHAPES):
+        check(case, artifact(case), inputs_for(case, case.shape(*sizes)), sm_count=1 + k, seed=k)
+
+
 SERVED = [Served(TOPK, 1), Served(TOPK, None), Served(TOPK, 16)]
 SERVED += [Served(case, (16, 1, None)[k % 3]) for k, case in enumerate(list_cases())]
 

@@ -218,6 +218,16 @@ def folded_before() -> list[Case]:
     return [folded(name, prepass=True) for name in ("both", "turned_and_weighed")]
 
 
+AHEAD = {(128, 128): "bf16", (80, 40): "f16", (192, 128): "bf16"}
+
+
+def ahead_cases() -> list[Case]:
+    """Whose kernel multiplies keys and values itself: rows of several widths, and blocks that are two listed ones."""
+    both = folded("both", prepass=True)
+    found = [replace(both, head_dim=qk, head_dim_vo=vo, dtype=dtype) for (qk, vo), dtype in AHEAD.items()]
+    return [*found, *(replace(case, prepass=True) for case in parts_cases() if case.variant == "parts_scaled")]
+
+
 # f_k and f_v that are more than a factor; `prepass` says who applies them.
 KEYS = Path(__file__).resolve().parents[1] / "codegen" / "keys.attn"
 KEY_DIMS = {"turned_keys": (128, None), "normed_keys": (128, None), "normed_values": (128, None),
@@ -264,6 +274,7 @@ def all_cases() -> list[Case]:
     found += [
         *folded_cases(),
         *folded_before(),
+        *ahead_cases(),
         *list_cases(),
         *parts_cases(),
         topk_of(128),

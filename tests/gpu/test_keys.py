@@ -76,6 +76,38 @@ def test_factors_go_either_way(case: Case, shape: tuple[int, ...], seed: int) ->
         run_and_check(replace(case, prepass=how), size, inputs_for(case, size, seed))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("case", cases.ahead_cases(), ids=str)
+def test_keys_made_ahead(case: Case, shape: tuple[int, ...], seed: int) -> None:
+    size = case.shape(*shape)
+    run_and_check(case, size, inputs_for(case, size, seed))
+
+
+@pytest.mark.parametrize("lengths", [(4, 300, 4096), (2, 4096, 4096), (40, 130, 260)], ids=str)
+def test_many_orders_of_makers(lengths: tuple[int, int, int], seed: int) -> None:
+    """The same bits every time, on streams that take turns and in graphs, whose counts of blocks are their own."""
+    case = cases.ahead_cases()[0]
+    size = case.shape(*lengths, 32, 8)
+    x = inputs_for(case, size, seed)
+    want, kernel = run_and_check(case, size, x)[0], compile_case(case)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = [torch.full_like(want, torch.nan) for _ in range(40)]
+    torch.cuda.synchronize()
+    for n, out in enumerate(found):
+        with torch.cuda.stream(streams[n % 2]):
+            kernel(x.q, x.k, x.v, out=out, **x.params)
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in found)
+    graph, out = torch.cuda.CUDAGraph(), torch.full_like(want, torch.nan)
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernel(x.q, x.k, x.v, out=out, **x.params)
+    for _ in range(5):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, want)
+
+
 @pytest.mark.parametrize("kind", ["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("served", serve_cases.FOLDED_BEFORE, ids=str)
 def test_factors_of_ragged_keys_go_either_way(served: Served, kind: str, seed: int) -> None:

@@ -1,10 +1,12 @@
 """Every kernel once or twice on small shapes, and nothing else: what compute-sanitizer runs.
 
     compute-sanitizer --tool memcheck --report-api-errors no python3 tests/gpu/sanitize.py
-    compute-sanitizer --tool synccheck python3 tests/gpu/sanitize.py          (and initcheck)
+    compute-sanitizer --tool synccheck python3 tests/gpu/sanitize.py
+    compute-sanitizer --tool initcheck python3 tests/gpu/sanitize.py
 
-memcheck sees small allocations only under PYTORCH_NO_CUDA_MEMORY_CACHING=1.  `--kernel-regex kns=attncc` leaves out
-torch's own kernels.  Results are not judged here: the tests do that.
+memcheck and initcheck see small allocations only under PYTORCH_NO_CUDA_MEMORY_CACHING=1.  `--kernel-regex kns=attncc`
+leaves out torch's own kernels, which saves memcheck and synccheck time; initcheck must see what those write.  Results
+are not judged here: the tests do that.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def judge(x: Batch, found: Parts) -> None:
     """out, lse and emits by the reference."""
     want = serve_checks.reference_all(x)
     serve_checks.check(x, found[:2], want[:2])
-    assert_emits(found[2], want[2], EMIT)
+    # a key's rounding twice, about the size of the rounding itself
+    assert_emits(found[2], want[2], ROUNDING["bf16"] if oracle.rounds_before_scale(x.served.case) else EMIT)
 
 
 Level = list[tuple[int, int]]  # (query rows, keys) of every group

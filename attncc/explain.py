@@ -111,12 +111,19 @@ class Explanation:
             sm_count=EXAMPLE_SMS,
         )  # fmt: skip
         named = [slot if factor is None else f"{slot} (a factor)" for slot, factor in slots.items()]
+        once, inside = "by a pre-pass", "in the kernel"
+        taken = "a pre-pass" if found.prepass < found.fused else "the kernel"
+        way = f"go through {taken}; pages always through the kernel"
+        if len(factors) == len(slots):  # dense kernels do it themselves
+            once, inside = "or less applied once", "in scores and weights"
+            way = "have them in scores and weights, as pages always have"
+            if found.prepass < found.fused:
+                way = "are multiplied once, by the kernel or a pre-pass; pages always have them in scores and weights"
         return [
             f"{' and '.join(named)}: each key is read {reads / heads / self.kv_len:.1f} times a query head",
-            f"of {EXAMPLE_DIM} features for {heads} heads over {kv_heads} on {EXAMPLE_SMS} SMs: "
-            f"{1e6 * found.fused:.1f} µs in the kernel, {1e6 * found.prepass:.1f} µs by a pre-pass",
-            f"left to the call, dense or ragged keys go through "
-            f"{'a pre-pass' if found.prepass < found.fused else 'the kernel'}; pages always through the kernel",
+            f"of {EXAMPLE_DIM} features for {heads} heads over {kv_heads} and batch 1 on {EXAMPLE_SMS} SMs: "
+            f"{1e6 * found.fused:.1f} µs {inside}, {1e6 * found.prepass:.1f} µs {once}",
+            f"left to the call, dense or ragged keys {way}",
         ]
 
     def _notes(self) -> list[str]:

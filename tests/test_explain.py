@@ -56,7 +56,7 @@ def test_what_transformed_keys_cost():
     assert "f_k: each key is read 1.0 times a query head" in few and "keys go through the kernel;" in few
     many = explain(variant(body), 4096, 4096).text()
     assert "f_k: each key is read 16.5 times a query head" in many and "keys go through a pre-pass;" in many
-    assert "of 128 features for 32 heads over 8 on 132 SMs: " in many
+    assert "of 128 features for 32 heads over 8 and batch 1 on 132 SMs: " in many
     assert "f_k: each key is read 1.0 times a query head" in explain(variant(body), 1, 5).text()  # of a tile of 128
     assert "pre-pass" not in explain(variant("    f_k = k * 2.0\n    f_v = v / f32(kv_len)\n"), 4096, 4096).text()
     assert "f_k and f_v: each" in explain(variant("    f_k = l2norm(k)\n    f_v = v * v\n"), 8, 8).text()
@@ -66,8 +66,8 @@ def test_factors_cost_less_in_the_kernel():
     body = "    f_k = rope(k, j)\n    f_v = v * f32(j)\n    mask = j <= i\n"
     assert "f_k and f_v (a factor): each key" in explain(variant(body), 8, 8).text()
     factors = variant("    f_k = -k * f32(j)\n    f_v = v * f32(j)\n    mask = j <= i\n")
-    for length, way in ((1024, "the kernel"), (4096, "a pre-pass")):
-        assert f"keys go through {way};" in explain(factors, length, length).text()
+    for length, way in ((1024, "have them in scores and weights"), (4096, "are multiplied once, by the kernel")):
+        assert f"dense or ragged keys {way}" in explain(factors, length, length).text()
     assert "keys go through a pre-pass;" in explain(variant(body), 1024, 1024).text()
 
 

@@ -69,11 +69,11 @@ def test_a_spilling_functor_is_built_with_fewer_keys_a_block(
     tried: list[tuple[int, int]] = []
     error: type[build.DoesNotFit] = build.SpillError
 
-    def build_once(emitted: object, config: KernelConfig, work_dir: str) -> dict[str, Any]:
+    def build_once(emitted: object, config: KernelConfig, work_dir: str) -> tuple[dict[str, Any], dict[str, bytes]]:
         tried.append((config.tile_kv, config.registers[1]))
         if config.tile_kv > 64:
             raise error("too much")
-        return {}
+        return {}, {}
 
     monkeypatch.setattr(build, "build_once", build_once)
     build.build(None, config, "")  # type: ignore[arg-type]

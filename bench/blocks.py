@@ -33,11 +33,9 @@ SIZES, LENGTH, BATCH, KEYS, PAGE, RUNS = (64, 128), 16384, 64, 32768, 16, 64
 
 
 def kernel(size: int | None, **layout: Any) -> attncc.Kernel:
-    """Of blocks of so many keys; None: causal; less than 0: a window."""
+    """Of blocks of so many keys; None: causal."""
     if size is None:
         return attncc.compile(EXAMPLES / "causal.attn", variant="causal", head_dim=HEAD_DIM, **layout)
-    if size < 0:
-        return attncc.compile(EXAMPLES / "causal.attn", variant="sliding_window", head_dim=HEAD_DIM, **layout)
     source = TOPK.replace("size = 64", f"size = {size}")
     return attncc.compile(source, variant="block_topk", head_dim=HEAD_DIM, **layout)
 
@@ -68,7 +66,8 @@ def pairs(lists: Tensor, position: Tensor, size: int) -> int:
 def prefill(top: int, rounds: int) -> list[list[str]]:
     q, k, v = (randn(1, LENGTH, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
     out, position = torch.empty_like(q), torch.arange(LENGTH, device="cuda")
-    causal, window = kernel(None), kernel(-1)
+    causal = kernel(None)
+    window = attncc.compile(EXAMPLES / "causal.attn", variant="sliding_window", head_dim=HEAD_DIM)
     calls: dict[str, Callable[[], object]] = {
         "causal": lambda: causal(q, k, v, out=out),
         "cuDNN causal": benchmark.cudnn(Inputs(q, k, v, {}), causal=True),

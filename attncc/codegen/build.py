@@ -105,8 +105,7 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         "causal_like": config.dynamic, "config": config.to_json(), "tma": boxes(config),
     }  # fmt: skip
     if config.ahead:
-        dims = {"k": config.head_dim_qk, "v": config.head_dim_vo}
-        kernel["ahead"] = {name: dims[name] for name in config.ahead}
+        kernel["ahead"] = {name: config.key_dims[name] for name in config.ahead}
     if config.served:
         kernel |= {"source": "tma" if config.chunk else "gather", "chunk": config.chunk, "starts_early": True}
     functors = "prepared_functors.py" if config.prepared else "functors.py"

@@ -108,6 +108,11 @@ class KernelConfig:
         return rows if rows % SWIZZLE_ROWS == 0 else 0
 
     @property
+    def key_dims(self) -> dict[str, int]:
+        """Features of k and of v."""
+        return {"k": self.head_dim_qk, "v": self.head_dim_vo}
+
+    @property
     def part_kv(self) -> int:
         return self.tile_kv // self.parts
 

@@ -74,7 +74,6 @@ def build(
         kernel, files = build_small(*of_kernel, 0)
     except SpillError:  # ptxas would rather have eight CTAs an SM; one may have all registers
         kernel, files = build_small(*of_kernel, 1)
-    of = {"k": config.head_dim_qk} if config.f_k else {}
-    of |= {"v": config.head_dim_vo} if config.f_v else {}
+    of = {name: config.key_dims[name] for name, there in (("k", config.f_k), ("v", config.f_v)) if there}
     folded = [slot[-1] for slot, factor in factors.items() if factor is not None]
     return {**kernel, "of": of, "factors": folded}, {**files, "prepass_functors.py": emitted.text.encode()}

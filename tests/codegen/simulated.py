@@ -16,6 +16,7 @@ from torch import Tensor
 
 import attncc
 from attncc.random_inputs import FLOATS, Inputs, Shape, random_inputs
+from attncc.runtime.artifact import read_artifact
 
 sys.path.append(str(Path(__file__).parents[1] / "gpu"))  # as its own tests see it: batches are made and judged there
 import oracle
@@ -52,8 +53,9 @@ def check(case: Case, path: Path, x: Inputs, **options: Any) -> tuple[Tensor, Te
     if want_lse is not None:
         assert lse is not None and torch.equal(lse.isneginf(), want_lse.isneginf())
         seen = want_lse.isfinite()
-        # a feature of q' or k' that lies between two numbers may round to the other one
-        limit = 1e-4 if reference is plain else 2 * ROUNDING[case.dtype]
+        # a feature of q' that lies between two numbers may round to the other one, and one of k' that is made ahead
+        ahead = "ahead" in next(iter(read_artifact(path).manifest["kernels"].values()))
+        limit = 1e-4 if reference is plain else ROUNDING[case.dtype] * (1 + ahead)
         assert bool(((lse.double() - want_lse).abs() <= limit + 2e-6 * want_lse.abs())[seen].all())
     return out, lse
 

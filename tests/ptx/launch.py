@@ -221,10 +221,8 @@ class SimulatedDriver:
         address, index = struct.unpack_from("<QQ", raw)
         self.addresses[name] = address
         wanted = self.maps[index]
-        if made:
-            segment = memory.empty(name, wanted.span, base=address)
-        elif name == "map_o":
-            segment = memory.empty(name, wanted.span)
+        if made or name == "map_o":
+            segment = memory.empty(name, wanted.span, base=address if made else None)
         else:
             segment = memory.put(name, process_memory(address, wanted.span))
         return TensorMap(segment, 2, wanted.dims, wanted.strides, wanted.box, wanted.swizzle)

@@ -52,7 +52,7 @@ class Races:
     def copied(self, ins: Instr, segment, at: np.ndarray, cta: int) -> None:
         """A load through the async proxy: what it reads must be known at the CTA's last proxy fence."""
         self.loaded(ins, segment, at, cta)
-        if segment in self.writers and (self.writers[segment][0] >= 0).any():
+        if segment in self.writers:
             owner, time = self.writers[segment]
             words = (at - segment.base) >> 2
             who, when = owner[words], time[words]

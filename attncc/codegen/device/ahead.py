@@ -19,6 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from ..prepass import AHEAD_PARAMS
 from .functors import Env, head_of
+from .prepass import Side, side_of
 from .ring import warp_uniform
 from .rows import unpack
 from .softmax import opaque, pack
@@ -28,17 +29,6 @@ BAR_MADE = 3  # a named barrier: the consumers' lots are done
 FIRST = 2  # words before those of blocks: the next lot, and how many warps have left
 
 Ahead = NamedTuple("Ahead", [(name, Any) for name, _ in AHEAD_PARAMS])
-
-
-class Side(NamedTuple):
-    """k or v: addresses, strides in 16 bytes, features."""
-
-    source: Any
-    target: Any
-    batch: Any
-    row: Any
-    head: Any
-    features: int
 
 
 class Lot(NamedTuple):
@@ -57,13 +47,8 @@ def helpers(p) -> int:
 
 def flight(p) -> int:
     """Copies of a lane that are on their way at once: as many as registers hold."""
-    easy = p.dtype == "bf16" and all(32 % (side_dims(p)[name] // 8) == 0 for name in p.ahead)
+    easy = p.dtype == "bf16" and all(32 % (p.key_dims[name] // 8) == 0 for name in p.ahead)
     return (8 if easy else 4) // (1 if p.registers[0] >= 56 else 2)
-
-
-def side_dims(p) -> dict[str, int]:
-    """Features of k and of v."""
-    return {"k": p.head_dim_qk, "v": p.head_dim_vo}
 
 
 def rows_of(p) -> int:
@@ -74,14 +59,6 @@ def rows_of(p) -> int:
 def parts_of(p) -> int:
     """Lots of a block."""
     return p.tile_kv // rows_of(p)
-
-
-def sides(p, x: Ahead) -> list[Side]:
-    dims, strides = side_dims(p), ("batch", "row", "head")
-    return [
-        Side(*(getattr(x, f"{name}{what}") for what in ("", "_out", *(f"_{n}_stride" for n in strides))), dims[name])
-        for name in p.ahead
-    ]  # fmt: skip
 
 
 def blocks_of(p, env):
@@ -116,7 +93,7 @@ def first_lot(p: cutlass.Constexpr, x, t: Int32, word):
     `word`, which the barrier that opens the kernel shows to all."""
     if const_expr(p.ahead):
         if t == 0:
-            cute.make_tensor(word, cute.make_layout(1))[0] = next_ticket(x, helpers(p) + 2)
+            cute.make_tensor(word, cute.make_layout(1))[0] = count_on("relaxed", x.made, helpers(p) + 2)
 
 
 @cute.jit
@@ -148,17 +125,17 @@ def multiply_from(p: cutlass.Constexpr, fn: cutlass.Constexpr, x, outer, grid, n
     while now < total:
         after = Int32(0)
         if cute.arch.lane_idx() == 0:
-            after = next_ticket(x, 1)
+            after = count_on("relaxed", x.made, 1)
         later, nxt = prepare(p, fn, x, outer, grid, cutlass.min(following, total - 1))
         multiply_lot(p, x, outer, lot, found)
         now, following, lot, found = following, cute.arch.shuffle_sync(after, 0), later, nxt
 
 
-def next_ticket(x, count: int):
-    """The first of so many lots."""
+def count_on(order: str, address, count: int):
+    """Add to a word; what it was."""
     return cute.arch.inline_ptx(
-        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
-        read_only_args=[x.made, Int32(count)],
+        f"atom.{order}.gpu.global.add.u32 {{$w0}}, [{{$r0}}], {{$r1}};", write_only_types=[Int32],
+        read_only_args=[address, Int32(count)],
     )  # fmt: skip
 
 
@@ -172,9 +149,9 @@ def prepare(p, fn, x, outer, grid, number):
     lot = lot_of(p, outer, grid, number)
     row = lot.row + cute.arch.lane_idx() % rows_of(p)
     last = cutlass.min(row, outer.kv_len - 1)
-    for side in sides(p, x):
+    for side in (side_of(p, name, x) for name in p.ahead):
         at = place_of(side, lot, last) * 16
-        for k in range(-(-side.features * 2 // LINE)):
+        for k in range(-(-side.used * 2 // LINE)):
             cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[at + k * LINE])
     env = Env(lot.b, lot.g * outer.group_size, lot.g, *outer[3:])
     return lot, fn.ahead(env, head_of(fn, env), last, row < outer.kv_len)
@@ -196,8 +173,8 @@ def multiply_lot(p: cutlass.Constexpr, x, env, lot, found):
 @cute.jit
 def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, factor):
     """The rows of a lot; says so when they are done.  `factor`: of the row that is this lane's number."""
-    here = sides(p, x)[side]
-    copies = rows_of(p) * here.features // 8
+    here = side_of(p, p.ahead[side], x)
+    copies = rows_of(p) * here.used // 8
     for k in cutlass.range(-(-copies // (32 * flight(p))), unroll=1):
         multiply_some(p, here, env, lot, opaque(k * (32 * flight(p)) + cute.arch.lane_idx()), factor)
     cute.arch.inline_ptx("fence.proxy.async.global;")
@@ -220,7 +197,7 @@ def multiply_some(p, side: Side, env, lot: Lot, first, factor) -> None:
             read_only_args=[at],
         )  # fmt: skip
         found.append(words)
-    each = side.features // 8
+    each = side.used // 8
     target = (side.target >> 4) + ((Int64(lot.b) * env.kv_len + lot.row) * env.num_kv_heads + lot.g) * each
     for (own, chunk), words in zip(copies_of(p, side, opaque(first)), found, strict=True):
         made = times(p, words, cute.arch.shuffle_sync(factor, own))
@@ -233,7 +210,7 @@ def multiply_some(p, side: Side, env, lot: Lot, first, factor) -> None:
 
 def copies_of(p, side: Side, first):
     """(row of the lot, 16 bytes of it) of each."""
-    each = side.features // 8
+    each = side.used // 8
     if 32 % each:
         return [((first + 32 * f) // each, (first + 32 * f) % each) for f in range(flight(p))]
     return [(first // each + f * (32 // each), first % each) for f in range(flight(p))]
@@ -287,10 +264,7 @@ def leave(p: cutlass.Constexpr, x, env, grid):
     gx, _, _ = cute.arch.grid_dim()
     before = Int32(0)
     if lane == 0:
-        before = cute.arch.inline_ptx(
-            "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};", write_only_types=[Int32],
-            read_only_args=[x.made + 4, Int32(1)],
-        )  # fmt: skip
+        before = count_on("acq_rel", x.made + 4, 1)
     cute.arch.sync_warp()
     if cute.arch.shuffle_sync(before, 0) == (1 + len(p.ahead)) * gx - 1:
         words = FIRST + lots_of(p, env, grid) // parts_of(p) * len(p.ahead)

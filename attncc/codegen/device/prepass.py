@@ -41,7 +41,8 @@ class Side(NamedTuple):
     width: int
 
 
-def side_of(p, what: str, x: Pass) -> Side:
+def side_of(p, what: str, x) -> Side:
+    """`x`: a kernel's parameters, with these names among them."""
     strides = [getattr(x, f"{what}_{n}_stride") for n in ("batch", "row", "head")]
     widths = (p.head_dim_qk, p.tile_qk) if what == "k" else (p.head_dim_vo, p.tile_vo)
     return Side(what, getattr(x, what), getattr(x, f"{what}_out"), *strides, *widths)

@@ -58,6 +58,7 @@ class KernelConfig:
     unit_positive: bool
     f_q: bool
     epilogue: bool
+    epilogue_lse: bool  # ... and it asks for a row's log-sum-exp
     turnings: tuple[tuple[str, int], ...]  # scaling and turned features of each table of frequencies (vectors.py)
     features: tuple[int, ...]  # entries of each table of what is known of a feature alone (vectors.py)
     key_factor: str  # a key's factor of the dot product: "" none; "unit": the unit is in it, and 1 by itself; "dot"
@@ -93,6 +94,16 @@ class KernelConfig:
     def few_keys(self) -> bool:
         """Where few rows meet a key, is f_k applied to it in registers?"""
         return self.served and self.f_k and self.tile_qk <= 128
+
+    @property
+    def staged(self) -> bool:
+        """Does the epilogue run on rows in shared memory, since registers have no room for it?"""
+        return self.served and self.epilogue and self.head_dim_vo > 128
+
+    @property
+    def staged_lses(self) -> int:
+        """Words of shared memory for what it then must know of rows."""
+        return 16 * self.warpgroups if self.staged and self.epilogue_lse else 0
 
     @property
     def name(self) -> str:
@@ -189,7 +200,8 @@ class KernelConfig:
         queries, keys = self.tile_qk * self.q_stages * self.tile_q, self.tile_qk * self.k_stages * self.tile_kv
         values, out = self.tile_vo * self.v_stages * self.tile_kv, self.stage_vo * self.tile_q
         tables = sum(4 * dims for _, dims in self.turnings)
-        return 2 * (queries + keys + values + out) + tables + OTHER_SHARED * (1 + self.served)
+        lses = 4 * self.staged_lses
+        return 2 * (queries + keys + values + out) + tables + lses + OTHER_SHARED * (1 + self.served)
 
     def with_room_for_tables(self) -> KernelConfig:
         """The tables of features that fit besides."""
@@ -325,6 +337,7 @@ def choose(
         score=score, ramp=score == "linear" and ramp(logits) is not None and not listed,
         score_loads=bool(cell_loads(logits)), unit_positive=logits.unit_positive,
         f_q="f_q" in slots, f_k="f_k" in slots, f_v="f_v" in slots, epilogue="epilogue" in slots,
+        epilogue_lse="lse" in leaves(variant.epilogue),
         turnings=tables_of(turnings(variant, {"d": head_dim_qk, "e": head_dim_vo})),
         features=entries_of(feature_values(variant, slots), {"d": head_dim_qk, "e": head_dim_vo}),
         key_factor="" if logits.key is None else "dot" if by_row or score != "dot" or logits.unit != ONE else "unit",

@@ -144,6 +144,9 @@ def attend_few(
     acc_s = cute.make_rmem_tensor((8,), Float32)
     S = by_row(acc_s, KEYS)
     P = cute.make_rmem_tensor((4,), Int32)
+    # a warp without keys never writes them: what begins undefined ptxas keeps through everything else
+    acc_s.fill(0.0)
+    P.fill(0)
     queries = Queries(p, q_base)
     more = eight_further(p, fn, turnings, opaque(cute.arch.lane_idx()))
     has_keys = busy(p, group)

@@ -294,6 +294,11 @@ def merge_few(
     return bases, totals
 
 
+def in_lots(p) -> bool:
+    """Does a fragment of so many features ask for merge_in_lots?"""
+    return p.head_dim_vo != p.tile_vo or (p.staged and p.head_dim_vo & (p.head_dim_vo - 1) != 0)
+
+
 @cute.jit
 def merge_in_lots(
     p: cutlass.Constexpr, O, target, g: Int32, row: Int32, c_in: Int32, stage: Int32, lists, sizes, t: Int32, w: Int32

@@ -23,6 +23,7 @@ from .softmax import pack
 from .vectors import Part, evaluate, plus, runs_of
 
 BAR_ROWS = 12  # ... 13: rows of a warpgroup have been transformed
+SPREAD = 4  # eights that a quad of several has at once: what they read is on its way together
 
 
 class Line(NamedTuple):
@@ -57,33 +58,52 @@ class Line(NamedTuple):
             cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word], **given)
 
 
-def transform_row(p, fn, slot: str, turnings, at: tuple, line: Line, features: int, t, room=True) -> None:
-    """A row of `features` features.  `at`: as of `evaluate`; `room`: there are registers for a row of 128."""
-    runs = runs_of(fn.STEPS[slot], features // 8, room)
+def transform_row(p, fn, slot: str, turnings, at: tuple, line, features: int, t, room=True, team: int = 1) -> None:
+    """A row of `features` features.  `at`: as of `evaluate`; `line`: a Line, or what is like one; `room`: there are
+    registers for a row of 128; `team`: so many quads, neighbours in a warp, have the row together."""
+    kind, blocks = type(line), features // 8
+    runs = runs_of(fn.STEPS[slot], blocks, room, 1 if team == 1 else SPREAD)
     if runs is None:
-        blocks = list(range(features // 8))
-        line.store(p, blocks, evaluate(p, fn, slot, turnings, at, line.load(p, blocks, t), t), t)
+        found = evaluate(p, fn, slot, turnings, at, line.load(p, range(blocks), t), t)
+        if team > 1:  # each quad of them does all of it
+            cute.arch.sync_warp()
+        line.store(p, range(blocks), found, t)
         return
     sums: tuple = ()
-    for k, (kind, *_) in enumerate(fn.STEPS[slot]):
-        if kind == "sum":
-            sums = (*sums, quad(plus, add_up(p, fn, slot, turnings, at, *line[:4], sums, k, features // 8, t)))
+    for k, (what, *_) in enumerate(fn.STEPS[slot]):
+        if what == "sum":
+            mine = quad(plus, add_up(p, fn, slot, turnings, at, kind, *line[:4], sums, k, blocks, t, team))
+            sums = (*sums, of_team(plus, mine, team))
     for run in runs:
-        transform_run(p, fn, slot, turnings, at, *line[:4], line.kept, run, sums, t)
+        transform_run(p, fn, slot, turnings, at, kind, *line, run, sums, t, team)
+
+
+def of_team(op, x, team: int):
+    """Reduce over the quads that share a row, what the lanes of each agree on."""
+    for n in range(team.bit_length() - 1):
+        x = op(x, cute.arch.shuffle_sync_bfly(x, offset=4 << n))
+    return x
+
+
+def first_of(team: int, t):
+    """The first part of a row that a quad has, of which it then has every `team`-th."""
+    return 0 if team == 1 else (t // 4) % team
 
 
 @cute.jit
 def add_up(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
-    rows: cutlass.Constexpr, width: cutlass.Constexpr, sums, number: cutlass.Constexpr, blocks: cutlass.Constexpr, t,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at,
+    kind: cutlass.Constexpr, base, row, rows: cutlass.Constexpr, width: cutlass.Constexpr, sums,
+    number: cutlass.Constexpr, blocks: cutlass.Constexpr, t, team: cutlass.Constexpr,
 ):  # fmt: skip
     """This lane's share of the sum that is step `number`."""
+    one = first_of(team, t)
     a, b = evaluate(
-        p, fn, slot, turnings, at, Line(base, row, rows, width).load(p, [0], t), t, Part([0], sums, until=number)
+        p, fn, slot, turnings, at, kind(base, row, rows, width).load(p, [one], t), t, Part([one], sums, until=number)
     )
     total = a + b
-    for n in cutlass.range(1, blocks, unroll=2):
-        here = Line(base, row, rows, width)
+    for n in cutlass.range(one + team, blocks, team, unroll=2):
+        here = kind(base, row, rows, width)
         for x in evaluate(p, fn, slot, turnings, at, here.load(p, [n], t), t, Part([n], sums, until=number)):
             total = total + x
     return total
@@ -91,11 +111,12 @@ def add_up(
 
 @cute.jit
 def transform_run(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at, base, row,
-    rows: cutlass.Constexpr, width: cutlass.Constexpr, kept, run: cutlass.Constexpr, sums, t,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, slot: cutlass.Constexpr, turnings: cutlass.Constexpr, at,
+    kind: cutlass.Constexpr, base, row, rows: cutlass.Constexpr, width: cutlass.Constexpr, kept,
+    run: cutlass.Constexpr, sums, t, team: cutlass.Constexpr,
 ):  # fmt: skip
-    for n in cutlass.range(run.count, unroll=2):
-        line = Line(base, row, rows, width, kept)
+    for n in cutlass.range(first_of(team, t), run.count, team, unroll=2):
+        line = kind(base, row, rows, width, kept)
         blocks = [run.first + n + offset // 8 for offset in run.offsets]
         part = Part(blocks, sums, run.turns, shifts=tuple(offset % 8 for offset in run.offsets))
         lane, mine = of_quad(run, t)

@@ -35,6 +35,7 @@ from .merge import (
     arrive,
     few_rows,
     hand_over,
+    in_lots,
     merge_emits,
     merge_few,
     merge_in_lots,
@@ -61,6 +62,7 @@ from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
 from .schedule import allocate_marks, mark_stages
 from .softmax import new_state, rescale, reset, settle
+from .staged import finish_staged
 from .tickets import deal_tickets
 from .vectors import finish_rows
 
@@ -193,11 +195,11 @@ def attend(
 
 @cute.jit
 def conclude(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, acc_o, sO, state, tile, item, lists,
-    sizes, out, lse, flags, t: Int32, w: Int32, local: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, acc_o, sO, state, tile, items,
+    slot: Int32, item, lists, sizes, out, lse, flags, lses, t: Int32, w: Int32, local: Int32,
 ):  # fmt: skip
-    """A finished item: its rows to the output, or its state to memory and, where that was the last piece missing, the
-    merged rows to the output.  `local`: this warpgroup's first row in the tile."""
+    """A finished item, which lies in a slot of `items`: its rows to the output, or its state to memory and, where that
+    was the last piece missing, the merged rows to the output.  `local`: this warpgroup's first row in the tile."""
     r_in, c_in = (t // 32) * 16 + (t % 32) // 4, (t % 4) * 2
     whole = item.targets == 0
     base, total = totals(p, fn, state, tile)
@@ -217,17 +219,16 @@ def conclude(
             turn = Int32(0)
         while todo != 0:
             bit = cute.arch.popc((todo & -todo) - 1)
-            todo = todo & (todo - 1)
+            todo, number = todo & (todo - 1), item.target0 + c * 32 + bit
             if turn == w:
                 if not whole:
-                    target = target_of(lists, item.target0 + c * 32 + bit)
-                    owner = Owner(target.request, target.q_start, target.qo_len, target.kv_len)
+                    target = target_of(lists, number)
                     tile = open_packed(
-                        p, fn, owner, item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys,
+                        p, fn, owner_of(target), item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys,
                         item.i0, lists, sizes,
                     )  # fmt: skip
                     stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
-                    if const_expr(p.head_dim_vo != p.tile_vo):
+                    if const_expr(in_lots(p)):
                         base, total = merge_in_lots(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
                     elif target.rows <= few_rows(p):
                         base, total = merge_few(p, O, target, item.g, r_in, c_in, stage, lists, sizes, t, w)
@@ -241,10 +242,30 @@ def conclude(
                     normalise(p, fn, O, base, total, tile, row_lse)
                     store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
                 store_emits(p, fn, found, tile, r_in, rows, c_in)
-                if const_expr(p.epilogue):
-                    finish_rows(p, fn, turnings, O, tile, row_lse, t)
-                store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
+                if const_expr(p.staged):
+                    finish_afresh(
+                        p, fn, turnings, O, row_lse, lses, items, slot, number, local, lists, sizes, sO, out, t, w
+                    )
+                else:
+                    if const_expr(p.epilogue):
+                        finish_rows(p, fn, turnings, O, tile, row_lse, t)
+                    store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)
             turn = (turn + 1) % wgs
+
+
+@cute.jit
+def finish_afresh(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, row_lse, lses, items, slot: Int32,
+    number: Int32, local: Int32, lists, sizes, sO, out, t: Int32, w: Int32,
+):  # fmt: skip
+    """finish_staged for an item or, where it was cut, a target.  Which rows these are is read again: it is not kept in
+    registers through a merge."""
+    item = peek(Work, items, slot)
+    owner, first, rows = owner_of(item), item.row0 + local, cutlass.max(cutlass.min(item.rows - local, 64), 0)
+    if item.targets != 0:
+        target = target_of(lists, number)
+        owner, first, rows = owner_of(target), target.row0, target.rows
+    finish_staged(p, fn, turnings, O, row_lse, lses, owner, item, first, rows, lists, sizes, sO, out, t, w)
 
 
 class Target:
@@ -260,10 +281,14 @@ def target_of(lists, number) -> Target:
     return Target(cute.make_tensor(lists.targets + TARGET_WORDS * number, cute.make_layout(TARGET_WORDS)))
 
 
+def owner_of(x) -> Owner:
+    """... the rows of an item or a target."""
+    return Owner(x.request, x.q_start, x.qo_len, x.kv_len)
+
+
 def open_item(p, fn, item, row, lists, sizes):
-    owner = Owner(item.request, item.q_start, item.qo_len, item.kv_len)
     return open_packed(
-        p, fn, owner, item.g, item.row0, item.rows, row, item.offset, item.table, item.keys, item.i0, lists, sizes
+        p, fn, owner_of(item), item.g, item.row0, item.rows, row, item.offset, item.table, item.keys, item.i0, lists, sizes
     )
 
 
@@ -294,7 +319,7 @@ def next_item(ring, items, turn):
 
 @cute.jit
 def consume(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, sQ, sK, sV, sO, sums, flags, lses,
     rings: cutlass.Constexpr, ready, shelf: cutlass.Constexpr, items, tags, lists, sizes, out, lse, t: Int32, w: Int32,
 ):  # fmt: skip
     q_ring, k_ring, v_ring, item_ring = rings
@@ -382,7 +407,11 @@ def consume(
                 receive(p, acc_o, state, tile, exchange, sums, used, t)
         if owed == 0:
             local = 64 * w * (1 - item.split)
-            conclude(p, fn, turnings, O, acc_o, sO, state, tile, item, lists, sizes, out, lse, flags, t, w, local)
+            slot = turn & (ITEM_STAGES - 1)
+            conclude(
+                p, fn, turnings, O, acc_o, sO, state, tile, items, slot, item, lists, sizes, out, lse, flags, lses, t, w,
+                local,
+            )  # fmt: skip
         release(item_ring, turn & (ITEM_STAGES - 1), lead)
         turn = turn + 1
         item = next_item(item_ring, items, turn)
@@ -413,6 +442,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     marks = allocate_marks(p, smem, ready + others)
     sQ, sK, sV, sO = allocate_tiles(p, smem)
     sums = smem.allocate_array(cutlass.Float32, SUMS)
+    lses = smem.allocate_array(cutlass.Float32, p.staged_lses) if p.staged_lses else sums  # then nobody asks
     turnings = allocate_tables(p, smem)
     shelf = allocate_shelf(p, smem, ready + barriers(p))
     if t == 0:
@@ -447,7 +477,7 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(
-            p, fn, turnings, sQ, sK, sV, sO, sums, flags, rings, ready, shelf, items, tags, lists, sizes, out, lse,
+            p, fn, turnings, sQ, sK, sV, sO, sums, flags, lses, rings, ready, shelf, items, tags, lists, sizes, out, lse,
             t % 128, wg - 1,
         )  # fmt: skip
 

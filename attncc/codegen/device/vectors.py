@@ -114,14 +114,17 @@ class Run(NamedTuple):
     end: int = 4
 
 
-def runs_of(steps, blocks: int, room: bool) -> list[Run] | None:
+def runs_of(steps, blocks: int, room: bool, spread: int = 1) -> list[Run] | None:
     """A row of so many eights of features in parts that are alike; None: as a whole, which is faster where it fits, or
-    the only way.  `room`: there are registers for WHOLE of them."""
+    the only way.  `room`: there are registers for WHOLE of them; `spread`: eights of a part, where any will do."""
     if steps and room and blocks <= WHOLE:
         return None
     ropes = [how for kind, *how in steps if kind == "rope"]
     if not ropes:
-        return [Run(0, blocks, (0,), False)]
+        count = blocks // spread
+        parts = tuple(8 * count * n for n in range(spread))
+        runs = [Run(0, count, parts, False), Run(count * spread, blocks % spread, (0,), False)]
+        return [run for run in runs if run.count > 0]
     dims, style, *_ = ropes[0]
     if len(ropes) > 1 or steps[-1][0] == "sum" or (style == "neox" and dims % 4):
         return None

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from codegen import simulated as sim
 from codegen.simulated import Served, check, inputs_for
-from gpu.cases import Case, vector_cases
+from gpu.cases import Case, example, vector_cases
+from gpu.cases import vectors as of_vectors
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 
@@ -34,7 +35,7 @@ def test_dense(case: Case, artifact: Callable[[Case], Path]) -> None:
 
 def vectors(variant: str, page_size: int | None) -> Served:
     """At head dimension 64."""
-    return Served(next(c for c in vector_cases() if c.variant == variant), page_size)
+    return Served(of_vectors(variant), page_size)
 
 
 # by TMA, by the row, and ragged; heads that share keys and heads that don't
@@ -50,6 +51,25 @@ SERVED = [
 def test_served(variant: str, page_size: int | None, heads: tuple[int, int]) -> None:
     """Few rows, whose keys two warpgroups share, and many; pieces that several CTAs leave."""
     x = sim.batch(vectors(variant, page_size), [(1, 700), (40, 200), (3, 0), (0, 20), (5, 17)], heads)
+    sim.serve_and_check(x, pieces=2, sm_count=3)
+
+
+WIDE = [
+    (example("gated_output", "gated_output", head_dim=256), 16, (5, 1)),
+    (example("gated_output", "gated_output", head_dim=192), 1, (2, 2)),
+    (example("gated_output", "gated_output", head_dim=200, dtype="f16"), None, (4, 2)),
+    (example("qwen3", "qwen3_next", head_dim=256), 1, (4, 2)),
+    (of_vectors("weighed_by_lse", 256), 16, (4, 2)), (of_vectors("normed_and_turned", 256), 16, (2, 2)),
+    (of_vectors("normed_and_turned", 160), None, (5, 1)), (of_vectors("turned_20_pairs", 136), 16, (2, 2)),
+    (of_vectors("turned_10", 144), 1, (4, 2)), (of_vectors("turned_12", 200), None, (2, 2)),
+    (of_vectors("turned_by_tables", 224), 16, (5, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case, page_size, heads", WIDE, ids=str)
+def test_epilogues_of_many_features(case: Case, page_size: int | None, heads: tuple[int, int]) -> None:
+    """Rows are finished in shared memory: few, more than a warp's, both warpgroups', and merged ones."""
+    x = sim.batch(Served(case, page_size), [(1, 700), (40, 200), (3, 0), (0, 20), (70, 90)], heads)
     sim.serve_and_check(x, pieces=2, sm_count=3)
 
 

@@ -97,6 +97,11 @@ VECTORS = [
 ]
 VECTORS += [Served(vectors("queries_normed_and_turned", 128), p) for p in (16, 1)]
 VECTORS += [Served(example("qwen3", "qwen3", head_dim=256), p) for p in (16, 1)]
+# Epilogues of more than 128 features, which run on rows in shared memory.
+WIDE = [Served(example("qwen3", "qwen3_next", head_dim=256), p) for p in (16, 1, None)]
+WIDE += [Served(example("qwen3_gated", "qwen3_gated", head_dim=256), p) for p in (16, None)]
+WIDE += [Served(vectors(name, 256), 16) for name in ("normed_and_turned", "weighed_by_lse")]
+WIDE.append(Served(example("gated_output", "gated_output", head_dim=192), 1))
 LISTS = [Served(case, p) for case in list_cases() for p in (16, 1, None)]
 LISTS.append(Served(topk_of(128), 16))
 LISTED_BLOCKS = [Served(case, n, blocks=True) for case in list_cases() for n in (5, 16)]
@@ -113,7 +118,7 @@ KEYS_IN_BLOCKS = [Served(case, n, blocks=True) for case in keys_cases(False)[:2]
 def all_served() -> list[Served]:
     """Each kernel once."""
     found = [*BY_PAGE.values(), RAGGED, *EXAMPLES, *ROWS_AND_RAGGED, *HARD, *DIMS, *BLOCKS, *BLOCK_VARIANTS, *FOLDED]
-    found += [HALF, *VECTORS, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
+    found += [HALF, *VECTORS, *WIDE, *LISTS, *LISTED_BLOCKS, *EMITS, *EMITS_IN_BLOCKS]
     found += [*KEYS, *KEYS_BEFORE, *KEYS_IN_BLOCKS, *FOLDED_BEFORE, *map(fused, FOLDED_BEFORE)]
     return list(dict.fromkeys(found))
 

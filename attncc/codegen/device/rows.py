@@ -115,7 +115,7 @@ def transform_run(
     kind: cutlass.Constexpr, base, row, rows: cutlass.Constexpr, width: cutlass.Constexpr, kept,
     run: cutlass.Constexpr, sums, t, team: cutlass.Constexpr,
 ):  # fmt: skip
-    for n in cutlass.range(first_of(team, t), run.count, team, unroll=2):
+    for n in cutlass.range(first_of(team, t), run.count, team, unroll=2 if team == 1 else 1):
         line = kind(base, row, rows, width, kept)
         blocks = [run.first + n + offset // 8 for offset in run.offsets]
         part = Part(blocks, sums, run.turns, shifts=tuple(offset % 8 for offset in run.offsets))

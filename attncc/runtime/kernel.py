@@ -227,7 +227,7 @@ class Kernel:
         maps, unfit = {}, []
         named = {"q": q, "k": k, "v": v, "out": written}
         unfit += [name for name in made if prepass.unfit(named[name])]
-        named |= {name: prepass.written(named[name]) for name in made}
+        named |= {name: prepass.written(named[name], by_head=before is None) for name in made}
         for name, t in named.items():
             key = "map_o" if name == "out" else f"map_{name}"
             encoded = device.encode(t, self.manifest["dtype"], entry["tma"][key], q.data_ptr())

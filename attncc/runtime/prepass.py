@@ -88,8 +88,10 @@ class Prepass:
         return found
 
 
-def written(t: torch.Tensor) -> torch.Tensor:
-    """The layout of what is made of k or v."""
+def written(t: torch.Tensor, by_head: bool = False) -> torch.Tensor:
+    """The layout of what is made of k or v, [B, rows, num_kv_heads, head_dim]; `by_head`: as `Ahead` has it."""
+    if by_head:
+        return torch.empty([t.shape[n] for n in (0, 2, 1, 3)], dtype=t.dtype, device="meta").transpose(1, 2)
     return torch.empty(t.shape, dtype=t.dtype, device="meta")
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from ..prepass import AHEAD_PARAMS
 from .functors import Env, head_of
@@ -71,18 +71,23 @@ def word_of(p, x: Ahead, block, side: int):
     return x.made + Int64(block * len(p.ahead) + (FIRST + side)) * 4
 
 
+def over(a, b):
+    """a // b of numbers that are not negative."""
+    return Int32(Uint32(a) // Uint32(b))
+
+
 def lot_of(p, env, grid, ticket) -> Lot:
     """Pairs come in sections whose tiles run together (schedule.py), in a section all last blocks first."""
     blocks, parts = blocks_of(p, env), parts_of(p)
     pairs = grid.num_heads_batch // env.group_size
     wide = cutlass.max(grid.section // env.group_size, 1)
-    s = ticket // (wide * blocks * parts)
+    s = over(ticket, wide * blocks * parts)
     rest = ticket - s * (wide * blocks * parts)
     width = cutlass.min(wide, pairs - s * wide)
-    step = rest // (width * parts)
+    step = over(rest, width * parts)
     rest = rest - step * (width * parts)
     pair, n = s * wide + rest // parts, blocks - 1 - step
-    b = pair // env.num_kv_heads
+    b = over(pair, env.num_kv_heads)
     row = n * p.tile_kv + rest % parts * rows_of(p)
     return Lot(b, pair - b * env.num_kv_heads, row, pair * blocks + n)
 
@@ -175,14 +180,51 @@ def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, fa
     """The rows of a lot; says so when they are done.  `factor`: of the row that is this lane's number."""
     here = side_of(p, p.ahead[side], x)
     copies = rows_of(p) * here.used // 8
-    for k in cutlass.range(-(-copies // (32 * flight(p))), unroll=1):
-        multiply_some(p, here, env, lot, opaque(k * (32 * flight(p)) + cute.arch.lane_idx()), factor)
+    if lot.row + rows_of(p) <= env.kv_len and const_expr(in_step(p, here)):
+        multiply_whole(p, here, env, lot, factor)
+    else:
+        for k in cutlass.range(-(-copies // (32 * flight(p))), unroll=1):
+            multiply_some(p, here, env, lot, opaque(k * (32 * flight(p)) + cute.arch.lane_idx()), factor)
     cute.arch.inline_ptx("fence.proxy.async.global;")
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
         cute.arch.inline_ptx(
             "red.release.gpu.global.add.u32 [{$r0}], {$r1};", read_only_args=[word_of(p, x, lot.block, side), Int32(1)]
         )
+
+
+def in_step(p, side: Side) -> bool:
+    return 32 % (side.used // 8) == 0
+
+
+def multiply_whole(p, side: Side, env, lot: Lot, factor) -> None:
+    """A lot all of whose rows are there: the copies of a lane lie evenly apart."""
+    each = side.used // 8
+    rows = 32 // each  # of a copy
+    lane = cute.arch.lane_idx()
+    own, chunk = lane // each, lane % each
+    source = (place_of(side, lot, lot.row + own) + chunk) * 16
+    step = Int64(side.row) * (16 * rows)
+    target = side.target + (target_of(env, lot) * each + lane) * 16
+    total = rows_of(p) // rows
+    for first in range(0, total, flight(p)):
+        found, mine = [], range(first, min(first + flight(p), total))
+        for _ in mine:
+            found.append(cute.arch.inline_ptx(
+                "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4,
+                read_only_args=[source],
+            ))  # fmt: skip
+            source = source + step
+        for f, words in zip(mine, found, strict=True):
+            made = times(p, words, cute.arch.shuffle_sync(factor, own + f * rows))
+            cute.arch.inline_ptx(
+                f"st.global.v4.b32 [{{$r0}} + {512 * f}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};", read_only_args=[target, *made]
+            )
+
+
+def target_of(env, lot: Lot):
+    """The number of a lot's first row among those that are made, which lie kv head by kv head."""
+    return (Int64(lot.b) * env.num_kv_heads + lot.g) * env.kv_len + lot.row
 
 
 def multiply_some(p, side: Side, env, lot: Lot, first, factor) -> None:
@@ -198,10 +240,10 @@ def multiply_some(p, side: Side, env, lot: Lot, first, factor) -> None:
         )  # fmt: skip
         found.append(words)
     each = side.used // 8
-    target = (side.target >> 4) + ((Int64(lot.b) * env.kv_len + lot.row) * env.num_kv_heads + lot.g) * each
+    target = (side.target >> 4) + target_of(env, lot) * each
     for (own, chunk), words in zip(copies_of(p, side, opaque(first)), found, strict=True):
         made = times(p, words, cute.arch.shuffle_sync(factor, own))
-        at = (target + Int64(own) * Int64(env.num_kv_heads * each) + chunk) * 16
+        at = (target + (own * each + chunk)) * 16
         cute.arch.inline_ptx(
             "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[at, *made], predicate=Boolean(own < left),

@@ -148,6 +148,7 @@ class Group:
         self.whole = Lanes(self, self.warps, slice(0, 32 * count))
         self.together = cta.machine.lockstep
         self.order: np.ndarray | None = None  # of warps, where they run apart
+        self.polite: list[Warp] = []  # have met others in memory, the last one last: they may be polling
 
     def constant(self, cls: str, spec) -> np.ndarray:
         if (cls, spec) not in self.constants:
@@ -217,13 +218,15 @@ class Group:
         machine = self.cta.machine
         warps = [w for w in self.warps if not w.done]
         if machine.lockstep:
-            warps.sort(key=lambda w: w.pc)
+            warps.sort(key=lambda w: (self.polite.index(w) if w in self.polite else -1, w.pc))
         elif self.order is None:
             machine.random.shuffle(warps)  # pyright: ignore[reportArgumentType]
         else:
             warps = [self.warps[k] for k in self.order if not self.warps[k].done]
         for w in warps:
             if w.step():
+                if machine.switch:  # others go first, or whoever polls would do so for ever
+                    self.polite = [*(x for x in self.polite if x is not w), w]
                 if self.meet() and not self.done and (machine.lockstep or self.at_product()):
                     self.together, self.whole.stale = True, -1
                 return 1

@@ -1,8 +1,10 @@
-"""Keys and values times their factors, by a spare warp of the kernel that reads them.
+"""Keys and values times their factors, by spare warps of the kernel that reads them.
 
-Where f_k and f_v are nothing but a factor of each key, a long prefill would pay for it at every score.  So the warp
-that has nothing else to do multiplies the rows, once each, into memory of their own, a little ahead of the warps that
-stream them: while the tensor cores work, memory has little to do.  The first lots are made by the consumers, too.
+Where f_k and f_v are nothing but a factor of each key, a long prefill would pay for it at every score.  So warps that
+have nothing else to do - one that is spare, and the schedule warp while it waits - multiply the rows, once each, into
+memory of their own, a little ahead of the warps that stream them: while the tensor cores work, memory has little to do.
+What counts is that each of these takes instructions from the consumers on its scheduler: two warps share the lots, and
+a lot whose rows are all there is made in few instructions.  The first lots are made by the consumers, too.
 
 A lot is a few rows of one (request, kv head); a counter deals lots to whichever CTA asks, in the order in which tiles
 will want them.  Nobody who holds a lot waits for anybody, so every lot that was dealt gets done, however few CTAs run
@@ -20,12 +22,13 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 from ..prepass import AHEAD_PARAMS
 from .functors import Env, head_of
 from .prepass import Side, side_of
-from .ring import warp_uniform
+from .ring import has_passed, warp_uniform
 from .rows import unpack
 from .softmax import opaque, pack
 
 LINE = 128  # bytes that L2 fetches
 BAR_MADE = 3  # a named barrier: the consumers' lots are done
+MAKERS = 2  # warps beside the consumers: a spare one, and the schedule warp
 FIRST = 2  # words before those of blocks: the next lot, and how many warps have left
 
 Ahead = NamedTuple("Ahead", [(name, Any) for name, _ in AHEAD_PARAMS])
@@ -136,6 +139,29 @@ def multiply_from(p: cutlass.Constexpr, fn: cutlass.Constexpr, x, outer, grid, n
         now, following, lot, found = following, cute.arch.shuffle_sync(after, 0), later, nxt
 
 
+@cute.jit
+def multiply_meanwhile(
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, x, outer, grid, barrier: cutlass.Constexpr, at: Int32, phase: Int32,
+    more,
+):  # fmt: skip
+    """Lots, as long as a phase of the barrier `at` places after `barrier` is to be waited for.  `more`: there may be
+    some left; so there may be afterwards."""
+    if const_expr(p.ahead):
+        total = lots_of(p, outer, grid)
+        passed = has_passed(barrier + at, phase)
+        while more & ~passed:
+            number = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                number = count_on("relaxed", x.made, 1)
+            number = cute.arch.shuffle_sync(number, 0)
+            more = Boolean(number < total)
+            if more:
+                lot, found = prepare(p, fn, x, outer, grid, number)
+                multiply_lot(p, x, outer, lot, found)
+            passed = has_passed(barrier + at, phase)
+    return more
+
+
 def count_on(order: str, address, count: int):
     """Add to a word; what it was."""
     return cute.arch.inline_ptx(
@@ -179,10 +205,12 @@ def multiply_lot(p: cutlass.Constexpr, x, env, lot, found):
 def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, factor):
     """The rows of a lot; says so when they are done.  `factor`: of the row that is this lane's number."""
     here = side_of(p, p.ahead[side], x)
-    copies = rows_of(p) * here.used // 8
-    if lot.row + rows_of(p) <= env.kv_len and const_expr(in_step(p, here)):
-        multiply_whole(p, here, env, lot, factor)
-    else:
+    copies, whole = rows_of(p) * here.used // 8, Boolean(False)
+    if const_expr(in_step(here)):
+        whole = lot.row + rows_of(p) <= env.kv_len
+        if whole:
+            multiply_whole(p, here, env, lot, factor)
+    if ~whole:
         for k in cutlass.range(-(-copies // (32 * flight(p))), unroll=1):
             multiply_some(p, here, env, lot, opaque(k * (32 * flight(p)) + cute.arch.lane_idx()), factor)
     cute.arch.inline_ptx("fence.proxy.async.global;")
@@ -193,7 +221,8 @@ def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, fa
         )
 
 
-def in_step(p, side: Side) -> bool:
+def in_step(side: Side) -> bool:
+    """Do the lanes of a copy have whole rows?"""
     return 32 % (side.used // 8) == 0
 
 
@@ -217,9 +246,8 @@ def multiply_whole(p, side: Side, env, lot: Lot, factor) -> None:
             source = source + step
         for f, words in zip(mine, found, strict=True):
             made = times(p, words, cute.arch.shuffle_sync(factor, own + f * rows))
-            cute.arch.inline_ptx(
-                f"st.global.v4.b32 [{{$r0}} + {512 * f}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};", read_only_args=[target, *made]
-            )
+            store = f"st.global.v4.b32 [{{$r0}} + {512 * f}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};"
+            cute.arch.inline_ptx(store, read_only_args=[target, *made])
 
 
 def target_of(env, lot: Lot):
@@ -301,14 +329,14 @@ def wait_made(p: cutlass.Constexpr, what: cutlass.Constexpr, x, env, n: Int32):
 
 @cute.jit
 def leave(p: cutlass.Constexpr, x, env, grid):
-    """This warp, the spare one or a stream, asks for no word any more; the last of all zeroes them."""
+    """This warp, a maker or a stream, asks for no word any more; the last of all zeroes them."""
     lane = cute.arch.lane_idx()
     gx, _, _ = cute.arch.grid_dim()
     before = Int32(0)
     if lane == 0:
         before = count_on("acq_rel", x.made + 4, 1)
     cute.arch.sync_warp()
-    if cute.arch.shuffle_sync(before, 0) == (1 + len(p.ahead)) * gx - 1:
+    if cute.arch.shuffle_sync(before, 0) == (MAKERS + len(p.ahead)) * gx - 1:
         words = FIRST + lots_of(p, env, grid) // parts_of(p) * len(p.ahead)
         for n in cutlass.range(lane, words, 32, unroll=1):
             cute.arch.inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[x.made + Int64(n) * 4, Int32(0)])

@@ -363,7 +363,7 @@ def kernel(
                 ahead,
             )  # fmt: skip
         if warp == 2:
-            deal(p, fn, item_ring, marks, items, tickets, env, grid)
+            deal(p, fn, item_ring, marks, items, tickets, env, grid, ahead)
         if const_expr(p.ahead):
             if warp == 3:
                 multiply_ahead(p, fn, ahead, env, grid, lot)

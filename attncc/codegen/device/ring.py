@@ -39,6 +39,13 @@ def wait_block(ring: cutlass.Constexpr, at: Int32):
     return slot
 
 
+def has_passed(barrier, phase):
+    """Would a wait for this phase end at once?  The same in all lanes."""
+    asm = "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1}; selp.b32 {$w0}, 1, 0, p; }"
+    found = cute.arch.inline_ptx(asm, write_only_types=[Int32], read_only_args=[barrier.toint(), phase])
+    return cute.arch.shuffle_sync(found, 0) != 0
+
+
 def advance(stages: int, slot, phase):
     """The slot that follows; the phase flips on wrap-around."""
     if stages == 1:

@@ -13,6 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from .ahead import leave, multiply_meanwhile
 from .functors import Env, classify_tile, highest_bit, tile_bounds
 from .lists import Lines, count_listed, next_listed
 from .ring import Ring, advance, release, warp_uniform
@@ -182,7 +183,7 @@ def read_mark(p: cutlass.Constexpr, marks: cutlass.Constexpr, slot: Int32, phase
 @cute.jit
 def deal(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, ring: cutlass.Constexpr, marks: cutlass.Constexpr, items, tickets, env,
-    grid,
+    grid, ahead,
 ):  # fmt: skip
     """The schedule warp: posts items, and marks; the first dead item ends the CTA.  Equal tiles are dealt back and
     forth; where a mask makes them unequal an atomic counter deals the next tile to whoever is idle.
@@ -194,7 +195,7 @@ def deal(
     slot, phase, turn = Int32(0), Int32(1), Int32(0)
     mark, mark_phase = Int32(0), Int32(1)
     tile = bx
-    live = Boolean(True)
+    live, more = Boolean(True), Boolean(True)
     while live:
         live = tile < num_tiles
         # past the last tile nothing is used, but bounds may read memory: stay inside
@@ -216,6 +217,7 @@ def deal(
             end = cutlass.max((count + p.parts - 1) // p.parts, 1)
         else:
             end = cutlass.max(count_blocks(p, fn, walk_of(p, fn, here, m)), 1)
+        more = multiply_meanwhile(p, fn, ahead, env, grid, ring.empty, slot, phase, more)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)
         if lane == 0:
             at = cute.make_tensor(items + ITEM_WORDS * slot, cute.make_layout(ITEM_WORDS))
@@ -240,6 +242,8 @@ def deal(
             if cute.arch.atomic_add(tickets + 1, Int32(1), sem="acq_rel", scope="gpu") == gx - 1:
                 cute.arch.atomic_exch(tickets, Int32(0), sem="relaxed", scope="gpu")
                 cute.arch.atomic_exch(tickets + 1, Int32(0), sem="relaxed", scope="gpu")
+    if const_expr(p.ahead):
+        leave(p, ahead, env, grid)
 
 
 class Item(NamedTuple):

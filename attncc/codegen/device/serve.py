@@ -224,8 +224,8 @@ def conclude(
                 if not whole:
                     target = target_of(lists, number)
                     tile = open_packed(
-                        p, fn, owner_of(target), item.g, target.row0, target.rows, r_in, item.offset, item.table, item.keys,
-                        item.i0, lists, sizes,
+                        p, fn, owner_of(target), item.g, target.row0, target.rows, r_in, item.offset, item.table,
+                        item.keys, item.i0, lists, sizes,
                     )  # fmt: skip
                     stage = sO.iterator.toint() + w * (64 * p.stage_vo * 2)
                     if const_expr(in_lots(p)):
@@ -288,8 +288,9 @@ def owner_of(x) -> Owner:
 
 def open_item(p, fn, item, row, lists, sizes):
     return open_packed(
-        p, fn, owner_of(item), item.g, item.row0, item.rows, row, item.offset, item.table, item.keys, item.i0, lists, sizes
-    )
+        p, fn, owner_of(item), item.g, item.row0, item.rows, row, item.offset, item.table, item.keys, item.i0, lists,
+        sizes,
+    )  # fmt: skip
 
 
 def row_of(item, few, t, w):
@@ -409,8 +410,8 @@ def consume(
             local = 64 * w * (1 - item.split)
             slot = turn & (ITEM_STAGES - 1)
             conclude(
-                p, fn, turnings, O, acc_o, sO, state, tile, items, slot, item, lists, sizes, out, lse, flags, lses, t, w,
-                local,
+                p, fn, turnings, O, acc_o, sO, state, tile, items, slot, item, lists, sizes, out, lse, flags, lses, t,
+                w, local,
             )  # fmt: skip
         release(item_ring, turn & (ITEM_STAGES - 1), lead)
         turn = turn + 1
@@ -477,8 +478,8 @@ def kernel(atom_k, atom_v, q, out, lse, lists, values, p: cutlass.Constexpr, fn:
     else:
         cute.arch.setmaxregister_increase(p.registers[1])
         consume(
-            p, fn, turnings, sQ, sK, sV, sO, sums, flags, lses, rings, ready, shelf, items, tags, lists, sizes, out, lse,
-            t % 128, wg - 1,
+            p, fn, turnings, sQ, sK, sV, sO, sums, flags, lses, rings, ready, shelf, items, tags, lists, sizes, out,
+            lse, t % 128, wg - 1,
         )  # fmt: skip
 
 

@@ -63,8 +63,8 @@ def rows_at_once(p) -> int:
 
 @cute.jit
 def finish_staged(
-    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, row_lse, lses, owner, item, first: Int32,
-    rows: Int32, lists, sizes, sO, out: cute.Pointer, t: Int32, w: Int32,
+    p: cutlass.Constexpr, fn: cutlass.Constexpr, turnings: cutlass.Constexpr, O, row_lse, lses, owner, item,
+    first: Int32, rows: Int32, lists, sizes, sO, out: cute.Pointer, t: Int32, w: Int32,
 ):  # fmt: skip
     """The epilogue of packed rows first … first + rows - 1, 64 at most, of a normalised accumulator, and their way out.
     `lses`: words of shared memory for those of rows, where the epilogue asks."""

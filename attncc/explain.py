@@ -204,8 +204,7 @@ def explain(
 
 def _names(r: TileRanges, kind: type[Param]) -> list[str]:
     """Scalars that the ranges depend on."""
-    parts = (r.lo, r.hi, r.clear_lo, r.clear_hi, r.may, r.must)
-    return list(dict.fromkeys(x.name for e in parts if e is not None for x in objects(e) if isinstance(x, kind)))
+    return list(dict.fromkeys(x.name for e in r.parts for x in objects(e) if isinstance(x, kind)))
 
 
 def _text(v: Variant, e: Expr) -> str:

@@ -240,7 +240,7 @@ def conclude(
                 if const_expr(p.scan == "softmax"):
                     normalise(p, fn, O, base, total, tile, row_lse)
                     store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
-                store_emits(p, fn, found, tile, r_in, rows, c_in)
+                store_emits(p, fn, found, tile, (r_in, r_in + 8), rows, c_in)
                 if const_expr(p.epilogue):
                     finish_rows(p, fn, turnings, O, tile, row_lse, t)
                 store_rows(p, sO, acc_o, t, w, first, rows, item.g, out, sizes)

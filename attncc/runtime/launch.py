@@ -108,7 +108,8 @@ def pack_shift(kernel: Mapping[str, Any], group_size: int) -> int:
 def box_of(kernel: Mapping[str, Any], name: str, shift: int) -> list[int]:
     """Of a tensor map: a tile that holds several heads has fewer positions of each."""
     columns, rows, heads, batch = kernel["tma"][name]["box"]
-    return [columns, rows >> shift, heads << shift, batch] if name in ("map_q", "map_o") else [columns, rows, heads, batch]
+    shift = shift if name in ("map_q", "map_o") else 0
+    return [columns, rows >> shift, heads << shift, batch]
 
 
 def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int]) -> dict[str, int]:

@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("kernel_cache")]
 TOPK = example("block_topk", "block_topk")
 MOST = {"rows_of_heads": 16, "columns_of_heads": 4, "looked_up_by_heads": 16, "no_softmax_of_groups": 4,
         "ranges_of_heads": 1, "factors_of_heads": 1, "block_topk": 16}  # fmt: skip
-# batch, qo_len, kv_len, query heads, kv heads: groups of 1, 2, 3, 4, 6, 8, 12, 16, 32; tiles that end short, rows without
-# keys, several tiles of a head
+# batch, qo_len, kv_len, query heads, kv heads: groups of 1, 2, 3, 4, 6, 8, 12, 16, 32; tiles that end short, rows that
+# see no key, several tiles of a head
 SHAPES = [
     (1, 70, 200, 2, 2), (2, 70, 200, 4, 2), (1, 130, 150, 3, 1), (2, 37, 200, 8, 2), (1, 90, 60, 6, 1),
     (2, 19, 300, 16, 2), (1, 41, 130, 12, 1), (1, 21, 90, 16, 1), (1, 3, 150, 32, 1), (3, 1, 70, 8, 1),
@@ -40,7 +40,7 @@ def test_groups(case: Case, artifact: Callable[[Case], Path]) -> None:
 
 
 def test_a_tile_visits_what_its_own_positions_list(artifact: Callable[[Case], Path]) -> None:
-    """Eight positions of sixteen heads: values of blocks that others list are NaN, which a weight of 0 would not hide."""
+    """Eight positions of sixteen heads: values of blocks that only others list are NaN, which no weight would hide."""
     x = inputs_for(TOPK, TOPK.shape(1, 32, 1200, 16, 1))
     lists = torch.tensor([[16, 3], [16, 7], [16, 11], [15, -1]], dtype=torch.int32)
     lists = lists.repeat_interleave(8, 0)[None, :, None].contiguous()

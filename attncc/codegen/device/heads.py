@@ -11,6 +11,7 @@ import cutlass
 import cutlass.cute as cute
 
 from ..config import SAME_HEAD
+from .functors import Env
 from .layout import coords
 
 
@@ -32,6 +33,11 @@ def first_head(p, env, item):
     return item << env.shift if packs(p) else item
 
 
+def env_of(p, item, outer) -> Env:
+    """Where an item's first head is.  Items of walks say the kv head: a division takes long at the start of a tile."""
+    return Env(item.b, item.h, item.clear_begin if p.walks_lists else item.h // outer.group_size, *outer[3:])
+
+
 def own_rows(p, env, m, w, r_in):
     """(environments, positions) of the two rows r_in, r_in + 8 of a warpgroup's share of tile m."""
     if not packs(p):
@@ -39,11 +45,12 @@ def own_rows(p, env, m, w, r_in):
         return (env, env), (row0, row0 + 8)
     each = positions_of(p, env, 64)
     first = (m * p.warpgroups + w) * each
-    heads, rows = zip(*((env.h + (r >> (6 - env.shift)), first + (r & (each - 1))) for r in (r_in, r_in + 8)))
-    mine = env._replace(h=heads[0])
-    if p.packs <= SAME_HEAD:  # rows r and r + 8 are of the same one
-        return (mine, mine), (rows[0], rows[0] + 8)
-    return (mine, env._replace(h=heads[1])), rows
+    row = first + (r_in & (each - 1))
+    mine = env._replace(h=env.h + (r_in >> (6 - env.shift)))
+    if p.packs <= SAME_HEAD:
+        return (mine, mine), (row, row + 8)
+    other = env._replace(h=env.h + ((r_in + 8) >> (6 - env.shift)))
+    return (mine, other), (row, first + ((r_in + 8) & (each - 1)))
 
 
 def rows_there(p, env, m, w):

@@ -7,8 +7,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from .ahead import leave, wait_made
 from .factors import compute_factors, put_factors
-from .functors import Env
-from .heads import box_of
+from .heads import box_of, env_of
 from .layout import box_place, coords
 from .ring import advance, fill, fill_tagged, is_lead
 from .schedule import first_chunk, next_block, read_mark, take, walk_of
@@ -70,15 +69,13 @@ def stream(
     live = item.live
     while live:
         it, it_phase = advance(item_ring.stages, it, it_phase)
-        m, h, b, begin, end = item.m, item.h, item.b, item.begin, item.end
-        g = h // env.group_size
-        here = Env(b, h, g, *env[3:])
+        m, b, begin, end = item.m, item.b, item.begin, item.end
+        here = env_of(p, item, env)
+        g = here.g
         if const_expr(what == "k"):
             for w in cutlass.range_constexpr(p.warpgroups):
                 gQ, own = box_of(p, here, m, w, p.tile_qk, p.tile_qk)
-                sQp, gQp = cpasync.tma_partition(
-                    atom_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2)
-                )
+                sQp, gQp = cpasync.tma_partition(atom_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))
                 fill(
                     q_ring,
                     q_slot * p.warpgroups + w,

@@ -38,16 +38,16 @@ def test_groups(case: Case, artifact: Callable[[Case], Path]) -> None:
 
 
 def test_a_tile_visits_what_its_own_positions_list(artifact: Callable[[Case], Path]) -> None:
-    """Eight positions of sixteen heads: values of blocks that only others list are NaN, which no weight would hide."""
-    x = inputs_for(TOPK, TOPK.shape(1, 32, 1200, 16, 1))
+    """Sixteen positions of eight heads: values of blocks that only others list are NaN, which no weight would hide."""
+    x = inputs_for(TOPK, TOPK.shape(1, 64, 1200, 8, 1))
     lists = torch.tensor([[16, 3], [16, 7], [16, 11], [15, -1]], dtype=torch.int32)
-    lists = lists.repeat_interleave(8, 0)[None, :, None].contiguous()
+    lists = lists.repeat_interleave(16, 0)[None, :, None].contiguous()
     want, _ = run_forward(artifact(TOPK), x.q, x.k, x.v, {"selected": lists})
     for tile in range(4):
-        seen = torch.isin(torch.arange(1200) // 64, lists[0, 8 * tile, 0])
+        seen = torch.isin(torch.arange(1200) // 64, lists[0, 16 * tile, 0])
         v = torch.where(seen[:, None, None], x.v, torch.nan).to(x.v.dtype)
         out, _ = run_forward(artifact(TOPK), x.q, x.k, v, {"selected": lists})
-        rows = slice(8 * tile, 8 * tile + 8)
+        rows = slice(16 * tile, 16 * tile + 16)
         assert torch.equal(out[:, rows], want[:, rows])
         assert bool(out.isnan().any())
 

@@ -49,11 +49,11 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile,
 
 
 @cute.jit
-def store_lse(lse: cute.Pointer, values, envs, rows, c_in: Int32):
+def store_lse(lse: cute.Pointer, values, tile, rows, c_in: Int32):
     """[B, qo_len, num_qo_heads], where the caller wants it."""
     if lse.toint() != 0:
         for i in cutlass.range_constexpr(2):
-            env = envs[i]
+            env = tile.rows[i].env
             if (c_in == 0) & (rows[i] < env.qo_len):
                 at = (cutlass.Int64(env.b) * env.qo_len + rows[i]) * env.num_qo_heads + env.h
                 cute.make_tensor(lse + at, cute.make_layout(1))[0] = values[i]

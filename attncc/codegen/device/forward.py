@@ -25,13 +25,13 @@ from .emits import finished, observe, store_emits
 from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import allocate_shelf, factor_barriers, give_back_factors, wait_factors
 from .features import fill_features
-from .functors import Block, Env, Grid, line_of, open_tile
-from .heads import env_of, own_rows, packs, rows_there
+from .functors import Block, Env, Grid, open_tile
+from .heads import own_rows, packs, rows_there
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout, values_of
-from .lists import ask, with_lists, with_words
-from .ring import advance, is_lead, open_ring, own_thread, release, rings_of, warp_uniform
+from .lists import with_lists
+from .ring import advance, is_lead, open_ring, release, rings_of, warp_uniform
 from .rope import allocate_tables, features_of, fill_turnings
 from .rows import transform_queries
 from .schedule import ITEM_STAGES, ITEM_WORDS, allocate_marks, deal, mark_stages, positions, take
@@ -100,6 +100,10 @@ def block_of(p, tags, slot, item, step, c_in) -> Block:
     return Block(tuple((tag >> 1) * p.part_kv + c_in for tag in words), (reduce(or_, words) & 1) != 0)
 
 
+def env_of(item, outer) -> Env:
+    return Env(item.b, item.h, item.h // outer.group_size, *outer[3:])
+
+
 @cute.jit
 def transform_block(
     p: cutlass.Constexpr, fn: cutlass.Constexpr, what: cutlass.Constexpr, turnings: cutlass.Constexpr, tiles, ready,
@@ -108,7 +112,7 @@ def transform_block(
     """This warp's part of f_k or f_v of a block of an item that has landed, where the variant has it.  `last`: it may
     reach past the last key."""
     if const_expr(p.f_k if what == "k" else p.f_v):
-        env = env_of(p, item, outer)
+        env = env_of(item, outer)
         keys = Keys(env, block.col0[0] - c_in, env.kv_len if last else None)
         transform_share(p, fn, what, turnings, tiles, ready_of(p, ready, what), slot, keys, Int32(0), lead)
 
@@ -120,34 +124,12 @@ def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, slot:
         cute.arch.mbarrier_wait(ready_of(p, ready, what) + slot, phase)
 
 
-def row_in(t):
-    """The first row of a thread of a warpgroup; the other one is eight further."""
-    return (t // 32) * 16 + (t % 32) // 4
-
-
-def row_again(p, r_in):
-    """The same; where rows have heads of their own no register is kept for it, nor for what follows from it."""
-    return row_in(own_thread() % 128) if packs(p) else r_in
-
-
 def query_tile(p, fn, item, outer, w, r_in):
     """(environment, this thread's rows, its tile) of a warpgroup's share of an item."""
-    env = env_of(p, item, outer)
+    env = env_of(item, outer)
     i0, _ = positions(p, env, item.m)
     envs, rows = own_rows(p, env, item.m, w, r_in)
     return env, rows, open_tile(p, fn, envs, i0, rows)
-
-
-def ask_first(p, fn, tags, slot, item, outer, w, r_in, c_in) -> tuple:
-    """What this thread's rows list of an item's first block, which is there: asked for under the epilogue of the item
-    before, since at the start of its own nothing else would be under way."""
-    if not p.list_block:
-        return ()
-    env, last = env_of(p, item, outer), outer.qo_len - 1
-    mine = zip(*own_rows(p, env, item.m, w, r_in), strict=True)
-    lines = [line_of(fn, own, cutlass.min(row, last)) for own, row in mine]
-    slot = cutlass.select_(item.live, slot, Int32(0))  # the first one has been filled
-    return tuple(ask(p, lines, block_of(p, tags, slot, item, 0, c_in).col0, item.live, outer.kv_len))
 
 
 @cute.jit
@@ -185,7 +167,7 @@ def consume(
     q_ring, k_ring, v_ring, item_ring = rings
     k_base, v_base = sK.iterator.toint(), sV.iterator.toint()
     lead = is_lead()
-    r_in = row_in(t)
+    r_in = (t // 32) * 16 + (t % 32) // 4
     c_in = (t % 4) * 2
     mqk, mpv = mma_scores(p), mma_values(p)
     tqk, tpv = mqk.get_slice(t), mpv.get_slice(t)
@@ -217,7 +199,6 @@ def consume(
     cute.arch.mbarrier_wait(q_ring.full + w, 0)
     prepare_queries(p, fn, turnings, sQ, w, item, outer, t, w, r_in)
     cute.arch.mbarrier_wait(k_ring.full, 0)
-    words = ask_first(p, fn, tags, ks, item, outer, w, r_in, c_in)
     if const_expr(p.f_k):
         opening = block_of(p, tags, ks, item, 0, c_in)
         transform_block(p, fn, "k", turnings, k_base, ready, ks, item, outer, opening, True, lead, c_in)
@@ -230,12 +211,12 @@ def consume(
         if const_expr(p.early_item):
             it, iph = advance(item_ring.stages, it, iph)
             following = take(item_ring, items, it, iph, lead)
-        env, rows, tile = query_tile(p, fn, item, outer, w, row_again(p, r_in))
+        env, rows, tile = query_tile(p, fn, item, outer, w, r_in)
         reset(p, state, tile)
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
         block = block_of(p, tags, ks, item, 0, c_in)
-        first_tile = with_words(p, tile, block.col0, words)
+        first_tile = with_lists(p, fn, tile, block.col0, True)
         warpgroup.wait_group(0)
         release(k_ring, ks, lead)
         ks, kph = advance(p.k_stages, ks, kph)
@@ -306,13 +287,11 @@ def consume(
         warpgroup.wait_group(1)
         release(v_ring, vs, lead)
         vs, vph = advance(p.v_stages, vs, vph)
-        r_out = row_again(p, r_in)
-        words = ask_first(p, fn, tags, ks, following, outer, w, r_out, c_in)
         row_lse.fill(0.0)
         if const_expr(p.scan == "softmax"):
             base, total = totals(p, fn, state, tile)
             normalise(p, fn, O, base, total, tile, row_lse)
-            store_lse(lse, row_lse, *own_rows(p, env, item.m, w, r_out), c_in)
+            store_lse(lse, row_lse, tile, rows, c_in)
         store_emits(p, fn, finished(p, fn, state, tile), tile, rows, env.qo_len, c_in)
         if const_expr(p.epilogue):
             finish_rows(p, fn, turnings, O, tile, row_lse, t)

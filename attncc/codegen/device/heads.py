@@ -11,7 +11,6 @@ import cutlass
 import cutlass.cute as cute
 
 from ..config import SAME_HEAD
-from .functors import Env
 from .layout import coords
 
 
@@ -31,11 +30,6 @@ def of_packs(p, env, heads):
 
 def first_head(p, env, item):
     return item << env.shift if packs(p) else item
-
-
-def env_of(p, item, outer) -> Env:
-    """Where an item's first head is.  Items of walks say the kv head: a division takes long at the start of a tile."""
-    return Env(item.b, item.h, item.clear_begin if p.walks_lists else item.h // outer.group_size, *outer[3:])
 
 
 def own_rows(p, env, m, w, r_in):

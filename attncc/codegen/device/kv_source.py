@@ -7,7 +7,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from .ahead import leave, wait_made
 from .factors import compute_factors, put_factors
-from .heads import box_of, env_of
+from .functors import Env
+from .heads import box_of
 from .layout import box_place, coords
 from .ring import advance, fill, fill_tagged, is_lead
 from .schedule import first_chunk, next_block, read_mark, take, walk_of
@@ -69,9 +70,9 @@ def stream(
     live = item.live
     while live:
         it, it_phase = advance(item_ring.stages, it, it_phase)
-        m, b, begin, end = item.m, item.b, item.begin, item.end
-        here = env_of(p, item, env)
-        g = here.g
+        m, h, b, begin, end = item.m, item.h, item.b, item.begin, item.end
+        g = h // env.group_size
+        here = Env(b, h, g, *env[3:])
         if const_expr(what == "k"):
             for w in cutlass.range_constexpr(p.warpgroups):
                 gQ, own = box_of(p, here, m, w, p.tile_qk, p.tile_qk)

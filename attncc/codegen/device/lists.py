@@ -3,7 +3,6 @@
 Bit n of a row's line: is its block n of `block_keys` keys listed?  listing.py writes the lines before attention runs.
 """
 
-from collections.abc import Iterable, Iterator
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -185,45 +184,28 @@ def count_bits(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, begin, bottom:
 def with_lists(p, fn, tile, col0, masked):
     """The tile, with what a thread must know of its rows' lists for one block of keys.  Asked before scores are waited
     for, so that the words are on their way meanwhile."""
-    return with_words(p, tile, col0, ask(p, [row.line for row in tile.rows], col0, masked, tile.stop))
-
-
-def ask(p, lines, col0, masked, stop) -> Iterator[tuple]:
-    """Words of each line, for each part of a block of keys; zeros where the mask doesn't run."""
-    return (words_of(p, line, first, masked, stop) for line in lines for first in col0)
-
-
-def with_words(p, tile, col0, words: Iterable[tuple]):
-    """`with_lists`, of what was asked."""
     if not p.list_block:
         return tile
-    found, asked = [], iter(words)
-    for _ in tile.rows:
-        bits = [listed_columns(p, first, next(asked)) for first in col0]
+    found = []
+    for row in tile.rows:
+        bits = [listed_columns(p, row, first, masked, tile.stop) for first in col0]
         if p.parts > 1:
             bits = [(x & (1 << part_bits(p)) - 1) << k * part_bits(p) for k, x in enumerate(bits)]
         found.append(reduce(or_, bits))
     return tile._replace(chosen=tuple(found))
 
 
-def words_of(p, line, col0, masked, stop) -> tuple:
-    """The word of a line where a part of a block of keys begins, and the one after it where the part may reach it."""
-    size, ok = p.list_block, Boolean(masked)
-    word = Int32(Uint32(col0) // size) >> 5
-    found = (word_now(line + Int64(word) * 4, ok & (col0 < stop)),)
-    if touched(p) > 1:
-        found = (*found, word_now(line + Int64(word + 1) * 4, ok & ((word + 1) * (32 * size) < stop)))
-    return found
-
-
-def listed_columns(p, col0, words: tuple):
+def listed_columns(p, row, col0, masked, stop):
     """Which of a thread's columns of a part of a block lie in listed blocks, as bits like those of `prefix`; anything
     where the mask doesn't run, and from the part's last column on."""
-    first = Int32(Uint32(col0) // p.list_block)
-    bits, *more = words
+    size, ok = p.list_block, Boolean(masked)
+    first = Int32(Uint32(col0) // size)
+    word = first >> 5
+    bits = word_now(row.line + Int64(word) * 4, ok & (col0 < stop))
     count = touched(p)
     if count > 1:
-        both = (Int64(more[0]) << 32) | Int64(Uint32(bits))
+        more = word_now(row.line + Int64(word + 1) * 4, ok & ((word + 1) * (32 * size) < stop))
+        both = (Int64(more) << 32) | Int64(Uint32(bits))
         bits = Int32(both >> Int64(first & 31))
     else:
         bits = bits >> (first & 31)

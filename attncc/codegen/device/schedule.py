@@ -4,7 +4,7 @@ One warp deals work items into a ring in shared memory; the producers and consum
 words: query tile, head, request, live, then the blocks of keys to visit [begin, end), the first of those that need no
 mask, and how many there are of these.  Where the mask leaves holes, the blocks are chosen one by one (`next_block`) and
 the item carries only their number, as [0, count).  Where rows list blocks the schedule warp chooses, a few blocks ahead
-of the producers (`Marks`), and the kv head stands where the clear ones would.
+of the producers (`Marks`).
 """
 
 from typing import Any, NamedTuple
@@ -218,7 +218,6 @@ def deal(
             walk = walk_of(p, fn, here, m)
             count, trail = count_listed(p, fn, walk)
             end = cutlass.max((count + p.parts - 1) // p.parts, 1)
-            clear_begin = here.g
         else:
             end = cutlass.max(count_blocks(p, fn, walk_of(p, fn, here, m)), 1)
         cute.arch.mbarrier_wait(ring.empty + slot, phase)

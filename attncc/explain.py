@@ -92,14 +92,12 @@ class Explanation:
     def _keys(self) -> list[str]:
         """What f_k and f_v cost, and which way a call would go."""
         from attncc.codegen.work import visible
-        from attncc.compiler import Options, specialized
         from attncc.runtime import routes
         from attncc.runtime.visible import Visible
 
         if not of_keys(self.variant):
             return []
-        const = {p.name: self.values[p.name] for p in self.variant.scalars if p.const}
-        v = specialized(self.variant, Options(EXAMPLE_DIM, EXAMPLE_DIM, "bf16", "dense", None, "sm_90a", const))
+        v = self._specialized()
         slots, (heads, kv_heads) = of_keys(v), EXAMPLE_HEADS
         if not slots:
             return []
@@ -126,6 +124,13 @@ class Explanation:
             f"left to the call, dense or ragged keys {way}",
         ]
 
+    def _specialized(self) -> Variant:
+        """As kernels of the example's head dims have it."""
+        from attncc.compiler import Options, specialized
+
+        const = {p.name: self.values[p.name] for p in self.variant.scalars if p.const}
+        return specialized(self.variant, Options(EXAMPLE_DIM, EXAMPLE_DIM, "bf16", "dense", None, "sm_90a", const))
+
     def _notes(self) -> list[str]:
         lines = [
             f"tensor {name}: not given, so what the mask asks of it counts as unknown (partial)"
@@ -138,6 +143,7 @@ class Explanation:
             lines.append("the whole mask was analysed")
         if self.variant.domain is not None:
             lines.append("the kernel asks the lists of the domain about each tile before it is loaded")
+            lines += self._heads()
         elif self.ranges.contiguous:
             lines.append("each row sees one run of keys: the kernel loops over its tiles and tests none")
         elif self.ranges.may is None:
@@ -145,6 +151,19 @@ class Explanation:
         else:
             lines.append("the kernel tests each tile before it is loaded")
         return lines
+
+    def _heads(self) -> list[str]:
+        """How many query heads a tile of dense queries holds, where that may be more than one."""
+        from attncc.codegen.config import choose
+        from attncc.compiler import for_kernels
+
+        v = for_kernels(self._specialized())
+        packs = choose(v, head_dim_qk=EXAMPLE_DIM, head_dim_vo=EXAMPLE_DIM, dtype="bf16").packs
+        if packs == 1:
+            return []
+        rows = f"{self.tile_q} / P positions of P"
+        return [f"heads that share keys share lists: dense, a tile is {rows} of them, the largest power of two up to "
+                f"{packs} that divides a group"]  # fmt: skip
 
     def png(self, path: str) -> None:
         """Draw the map to `path`.  ModuleNotFoundError where matplotlib is not installed."""
@@ -204,8 +223,7 @@ def explain(
 
 def _names(r: TileRanges, kind: type[Param]) -> list[str]:
     """Scalars that the ranges depend on."""
-    parts = (r.lo, r.hi, r.clear_lo, r.clear_hi, r.may, r.must)
-    return list(dict.fromkeys(x.name for e in parts if e is not None for x in objects(e) if isinstance(x, kind)))
+    return list(dict.fromkeys(x.name for e in r.parts for x in objects(e) if isinstance(x, kind)))
 
 
 def _text(v: Variant, e: Expr) -> str:

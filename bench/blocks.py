@@ -1,12 +1,13 @@
 """Selected blocks: time for each visible key, beside causal attention and cuDNN in the same rounds.
 
-    python bench/blocks.py [--rounds N] [--top N]
+    python bench/blocks.py [--rounds N] [--top N] [--only prefill|decode] [--beside FOLDER]
 
 Needs a Hopper GPU.  bf16, 32 query heads, 8 kv heads, head dimension 128; every row sees `top` blocks of C keys, its
 own block among them, chosen a kv head.  Prefill (B1 S16384): lists that the 128 rows of a tile share, that 16
 share, and of each row's own; a tile reads the blocks that any of its rows lists, so time goes with that union.  Causal
 attention counts half the square; beside it runs a window of as many keys, whose tiles end as soon.  Decode (B64 kv
 32768): one graph of 64 runs over two caches in turn, beside causal decode of as many keys as a row sees.
+`--beside`: prefills of another build in the same rounds; FOLDER/C is its artifact for blocks of C keys.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def pairs(lists: Tensor, position: Tensor, size: int) -> int:
 # ---------------------------------------------------------------------- prefill
 
 
-def prefill(top: int, rounds: int) -> list[list[str]]:
+def prefill(top: int, rounds: int, beside: Path | None) -> list[list[str]]:
     q, k, v = (randn(1, LENGTH, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS))
     out, position = torch.empty_like(q), torch.arange(LENGTH, device="cuda")
     causal = kernel(None)
@@ -74,14 +75,17 @@ def prefill(top: int, rounds: int) -> list[list[str]]:
     }
     seen = dict.fromkeys(calls, LENGTH * LENGTH // 2)
     for size in SIZES:
-        ours, keys = kernel(size), size * top
+        builds, keys = {"": kernel(size)}, size * top
+        if beside is not None:
+            builds[", beside"] = attncc.load(beside / str(size))
         calls[name := f"window of {keys} keys"] = lambda keys=keys: window(q, k, v, out=out, window=keys)
         seen[name] = int((position + 1).clamp(max=keys).sum())
         for shared in (128, 16, 1):
             lists = choose(position, size, top, shared)
-            name = f"C {size}, {shared} rows alike"
-            calls[name] = lambda ours=ours, x=lists[None]: ours(q, k, v, out=out, selected=x)
-            seen[name] = pairs(lists, position, size)
+            for which, ours in builds.items():
+                name = f"C {size}, {shared} rows alike{which}"
+                calls[name] = lambda ours=ours, x=lists[None]: ours(q, k, v, out=out, selected=x)
+                seen[name] = pairs(lists, position, size)
     times = {name: statistics.median(x) for name, x in benchmark.rotated_rounds(calls, rounds).items()}
     rates = {name: 4.0 * HEADS * HEAD_DIM * seen[name] / times[name] / 1e9 for name in times}
     cells = {name: (f"{1e3 * t:.0f}", f"{rates[name]:.0f}", f"{rates[name] / rates['causal']:.2f}")
@@ -147,13 +151,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--top", type=int, default=16)
+    parser.add_argument("--only", choices=("prefill", "decode"))
+    parser.add_argument("--beside", type=Path)
     arguments = parser.parse_args()
     benchmark.require_gpu()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {datetime.date.today()}", flush=True)
     print("| what | contender | µs | TFLOP/s or GB/s of visible keys | × causal |")
     print("| --- | --- | --- | --- | --- |")
-    for part in (prefill, decode):
-        for row in part(arguments.top, arguments.rounds):
+    parts = {
+        "prefill": lambda: prefill(arguments.top, arguments.rounds, arguments.beside),
+        "decode": lambda: decode(arguments.top, arguments.rounds),
+    }
+    for part in [arguments.only] if arguments.only else parts:
+        for row in parts[part]():
             print(f"| {' | '.join(row)} |", flush=True)
 
 

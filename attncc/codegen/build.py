@@ -33,6 +33,7 @@ FORWARD_PARAMS = (
     *((n, "i32") for n in ("qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size")),
     *((n, "i32") for n in ("num_tiles_q", "num_heads_batch", "section_heads", "late_tiles")),
 )  # fmt: skip
+PACK_PARAM = "pack_shift", "i32"
 CACHE_PARAMS = {  # of served kernels: as boxes, as rows
     True: (("map_k", "tensormap"), ("map_v", "tensormap")),
     False: tuple((name, kind) for x in "kv" for name, kind in (
@@ -104,6 +105,8 @@ def build_once(emitted: Emitted, config: KernelConfig, work_dir: str | Path) -> 
         "stages": [config.q_stages, config.k_stages, config.v_stages],
         "causal_like": config.dynamic, "config": config.to_json(), "tma": boxes(config),
     }  # fmt: skip
+    if config.packs > 1:
+        kernel["packs"] = config.packs
     if config.ahead:
         kernel["ahead"] = {name: config.key_dims[name] for name in config.ahead}
     if config.served:
@@ -149,7 +152,8 @@ def described(name: str, compiled, facts, params) -> dict:
 def fixed_params(config: KernelConfig) -> tuple[tuple[str, str], ...]:
     """(name, kind) of the parameters that every kernel of this kind has, in order."""
     if not config.served:
-        return (*FORWARD_PARAMS, *(AHEAD_PARAMS if config.ahead else ()))
+        packed = (PACK_PARAM,) if config.packs > 1 else ()
+        return (*FORWARD_PARAMS, *packed, *(AHEAD_PARAMS if config.ahead else ()))
     rest = (*((n, "ptr") for n in SERVE_POINTERS), *((n, "i32") for n in SERVE_SIZES))
     return (*CACHE_PARAMS[config.chunk > 0], *rest)
 

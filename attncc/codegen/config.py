@@ -24,6 +24,7 @@ SWIZZLE_ROWS = 8  # a swizzled tile repeats after so many rows: TMA may fill it 
 RING_BYTES = 128 << 10
 SHARED_BYTES = 227 << 10  # that a CTA may have
 OTHER_SHARED = 1 << 10  # barriers, work items and alignment; as much again where batches are served, for sums of rows
+MOST_HEADS, SAME_HEAD = 8, 4  # in a dense tile; ... if a thread's two rows are to be of one head
 PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
 BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
 ROW_LEAVES = frozenset(("i", "iq"))
@@ -85,6 +86,7 @@ class KernelConfig:
     list_block: int = 0  # keys of a listed block, where a thread looks its bits up once a block of keys; 0: a score
     parts: int = 1  # of a block of keys, which lie in places of their own
     asks: bool = False  # blocks of keys are visible or not by more than their place and the lists
+    packs: int = 1  # query heads of a kv head that a dense tile may hold, at most; a power of two (device/heads.py)
 
     @property
     def served(self) -> bool:
@@ -345,8 +347,21 @@ def choose(
         emits=tuple(reduce for reduce, _ in distinct(variant)),
         layout=layout, page_unit=page_unit(page_size) if page_size else 0,
         lists_by=lists.by, walks_lists=lists.walked, list_block=lists.block, parts=parts, asks=asks,
+        packs=most_heads(variant, logits, ranges) if layout == "dense" and lists.walked and lists.by != "h" else 1,
     )  # fmt: skip
     return config.with_bytes_on_their_way().with_room_for_tables()
+
+
+def most_heads(variant: Variant, logits: Logits, ranges: TileRanges) -> int:
+    """KernelConfig.packs, where the heads of a group share the lists that a tile walks over.
+
+    What is asked for a whole tile, or once a key, is one for all its heads.  Values of a column are kept once for a
+    thread's two rows, so these must be of one head."""
+    keyed = [e for e in (*factors_of(variant, logits), variant.f_k, variant.f_v) if e is not None]
+    if any("h" in leaves(e) for e in (*ranges.parts, *keyed)):
+        return 1
+    cells = (logits.score, variant.mask, *(e.value for e in variant.emits))
+    return SAME_HEAD if any("h" in leaves(e) for e in cells) else MOST_HEADS
 
 
 def tables_of(tables: Iterable[Turning]) -> tuple[tuple[str, int], ...]:

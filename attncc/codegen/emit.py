@@ -484,8 +484,7 @@ def emit_keys(variant: Variant, config: KernelConfig, slots: Sequence[str]) -> E
 
 
 def by_head(ranges: TileRanges) -> bool:
-    parts = (ranges.lo, ranges.hi, ranges.clear_lo, ranges.clear_hi, ranges.may, ranges.must)
-    return any(e is not None and "h" in leaves(e) for e in parts)
+    return any("h" in leaves(e) for e in ranges.parts)
 
 
 def other_keys(variant: Variant) -> bool:

@@ -57,6 +57,12 @@ class TileRanges:
     contiguous: bool = False  # a row i sees exactly the keys [lo, hi) of i0 = i1 = i, whatever scalars and tensors hold
     unknown: tuple[Expr, ...] = ()  # parts of the mask that the analysis could not use
 
+    @property
+    def parts(self) -> tuple[Expr, ...]:
+        """All expressions that there are."""
+        ends = (self.lo, self.hi, self.clear_lo, self.clear_hi)
+        return (*ends, *(e for e in (self.may, self.must) if e is not None))
+
     def row(self) -> tuple[Expr, Expr]:
         """lo and hi for one row i, over the leaf i."""
         at: dict[str, Expr] = {"i0": Leaf("i"), "i1": Leaf("i")}

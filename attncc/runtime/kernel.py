@@ -230,7 +230,8 @@ class Kernel:
         named |= {name: prepass.written(named[name], by_head=before is None) for name in made}
         for name, t in named.items():
             key = "map_o" if name == "out" else f"map_{name}"
-            encoded = device.encode(t, self.manifest["dtype"], entry["tma"][key], q.data_ptr())
+            tma = {**entry["tma"][key], "box": launch.box_of(entry, key, fields["pack_shift"])}
+            encoded = device.encode(t, self.manifest["dtype"], tma, q.data_ptr())
             if encoded is None:
                 unfit.append(name)
             else:
@@ -239,7 +240,7 @@ class Kernel:
             unfit.append("lse")
         if unfit:
             return Copies(self._run, frozenset(unfit))
-        tiles = fields["num_tiles_q"] * fields["num_heads_batch"]
+        tiles = fields["num_tiles_q"] * fields["num_heads_batch"] >> fields["pack_shift"]
         binding = launch.Binding(entry, device.function, min(tiles, device.sm_count))
         binding.set_maps(maps)
         binding.set_fields(fields)

@@ -10,6 +10,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from math import gcd
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ SIZES = {"tensormap": 128, "ptr": 8, "i32": 4, "f32": 4}
 MAPS = ("map_q", "map_k", "map_v", "map_o")
 GEOMETRY = (
     "qo_len", "kv_len", "num_qo_heads", "num_kv_heads", "group_size", "num_tiles_q", "num_heads_batch",
-    "section_heads", "late_tiles",
+    "section_heads", "late_tiles", "pack_shift",
 )  # fmt: skip
 
 # Keys and values of the heads that run together should stay in L2 (60 MB on an H200, in two halves): causal, 16 MiB ran
@@ -80,10 +81,11 @@ def check_params(
 
 def geometry(kernel: Mapping[str, Any], spec: Spec, sizes: Sizes) -> dict[str, int]:
     """The kernel's i32 parameters that follow from the sizes of a call; ValueError where they pass 2³¹."""
-    tiles = -(-sizes.qo_len // kernel["tile_q"])
+    shift = pack_shift(kernel, sizes.group_size)
+    tiles = -(-sizes.qo_len // (kernel["tile_q"] >> shift))
     heads = sizes.batch * sizes.num_qo_heads
-    if tiles * heads > I32_MAX - 4096:  # a CTA looks one grid past the last tile
-        raise ValueError(f"q: expected fewer than 2³¹ tiles of {kernel['tile_q']} rows, found {tiles * heads}")
+    if (count := tiles * heads >> shift) > I32_MAX - 4096:  # a CTA looks one grid past the last tile
+        raise ValueError(f"q: expected fewer than 2³¹ tiles of {kernel['tile_q']} rows, found {count}")
     section, late = 1, 0
     if kernel.get("causal_like"):
         head_bytes = max(1, sizes.kv_len) * (spec.head_dim_qk + spec.head_dim_vo) * 2
@@ -93,7 +95,21 @@ def geometry(kernel: Mapping[str, Any], spec: Spec, sizes: Sizes) -> dict[str, i
         "qo_len": sizes.qo_len, "kv_len": sizes.kv_len, "num_qo_heads": sizes.num_qo_heads,
         "num_kv_heads": sizes.num_kv_heads, "group_size": sizes.group_size, "num_tiles_q": tiles,
         "num_heads_batch": heads, "section_heads": section, "late_tiles": late,
+        "pack_shift": shift,
     }  # fmt: skip
+
+
+def pack_shift(kernel: Mapping[str, Any], group_size: int) -> int:
+    """log2 of how many query heads of a kv head a tile holds: as many as the kernel allows, of a power of two that
+    divides a group."""
+    return gcd(group_size, kernel.get("packs", 1)).bit_length() - 1
+
+
+def box_of(kernel: Mapping[str, Any], name: str, shift: int) -> list[int]:
+    """Of a tensor map: a tile that holds several heads has fewer positions of each."""
+    columns, rows, heads, batch = kernel["tma"][name]["box"]
+    shift = shift if name in ("map_q", "map_o") else 0
+    return [columns, rows >> shift, heads << shift, batch]
 
 
 def tensor_fields(param: TensorParam, shape: Sequence[int], stride: Sequence[int]) -> dict[str, int]:

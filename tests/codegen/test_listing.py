@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu.cases import Case, example, list_cases
+from gpu.cases import Case, example, heads_cases, list_cases
 from torch import Tensor
 
 from attncc import compiler
@@ -163,3 +163,14 @@ def test_lists_over_keys_are_refused_where_keys_lie_in_pages() -> None:
         compiler.AttnError, match=r"x.attn:3:14: error: kernels over pages.* through sel, a tensor over"
     ):
         compiler.show(Source("x.attn", text), "py", head_dim=64, layout="paged", page_size=16)
+
+
+def test_query_heads_in_a_tile() -> None:
+    """All that share lists; few where columns ask for the head, one where a tile's blocks or the factors of keys do."""
+    assert {case.variant: config(case).packs for case in heads_cases()} == {
+        "rows_of_heads": 8, "columns_of_heads": 4, "looked_up_by_heads": 8, "no_softmax_of_groups": 4,
+        "ranges_of_heads": 1, "factors_of_heads": 1,
+    }  # fmt: skip
+    assert config(TOPK).packs == 8
+    assert config(TOPK, "paged", 16).packs == config(TOPK, "blocks", 16).packs == 1
+    assert config(example("block_topk", "moba")).packs == config(example("causal", "causal")).packs == 1

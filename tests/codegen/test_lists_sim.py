@@ -147,6 +147,15 @@ def test_a_guard_holds_in_the_walk_too(artifact: Callable[[Case], Path]) -> None
     check(case, artifact(case), replace(x, params={"chosen": rows, "shown": big}))
 
 
+def test_a_mask_that_hides_the_first_block_ends_the_walk(artifact: Callable[[Case], Path]) -> None:
+    """All rows list it, and none of the last tile sees it."""
+    case = case_of("hides_the_first")
+    x = inputs_for(case, case.shape(1, 140, 300, 4, 2))
+    check(case, artifact(case), replace(x, params={"chosen": torch.zeros(1, 140, 2, 3, dtype=torch.int32)}))
+    y = sim.batch(Served(case, 16), [(1, 300), (130, 200), (20, 0)], (4, 2))
+    sim.serve_and_check(replace(y, params={"chosen": torch.zeros(151, 2, 3, dtype=torch.int32)}), sm_count=2)
+
+
 # ------------------------------------------------------------------------------------- the lines themselves
 
 

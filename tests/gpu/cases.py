@@ -10,7 +10,7 @@ from pathlib import Path
 from attncc import compiler
 from attncc.codegen.limits import refused
 from attncc.diagnostics import Source
-from attncc.ir.nodes import Variant
+from attncc.ir.nodes import Leaf, Variant
 from attncc.random_inputs import FLOATS, Shape
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -263,6 +263,16 @@ def parts_cases() -> list[Case]:
     return [Case(str(LISTS), name, head_dim=64) for name in PARTS]
 
 
+# Dense tiles that hold several heads of a group.
+HEADS = Path(__file__).resolve().parents[1] / "codegen" / "heads.attn"
+
+
+def heads_cases() -> list[Case]:
+    """Factors of keys in the kernel."""
+    found = _variants(str(HEADS))
+    return [Case(str(HEADS), v.name, head_dim=64, prepass=None if v.f_k == Leaf("k") else False) for v in found]
+
+
 def topk_of(size: int) -> Case:
     """The example with other blocks, as bench/blocks.py has it."""
     return Case((EXAMPLES / "block_topk.attn").read_text().replace("size = 64", f"size = {size}"), "block_topk")
@@ -277,6 +287,7 @@ def all_cases() -> list[Case]:
         *ahead_cases(),
         *list_cases(),
         *parts_cases(),
+        *heads_cases(),
         topk_of(128),
         *emit_cases(),
         *keys_cases(False),

@@ -26,6 +26,13 @@ def test_dense(case: Case, shape: tuple[int, ...], seed: int) -> None:
     run_and_check(case, size, inputs_for(case, size, seed))
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 777, 8, 2), (1, 257, 300, 16, 1), (1, 1000, 900, 12, 1)], ids=str)
+@pytest.mark.parametrize("case", [TOPK, *cases.heads_cases()], ids=str)
+def test_tiles_of_several_heads(case: Case, shape: tuple[int, ...], seed: int) -> None:
+    size = case.shape(*shape)
+    run_and_check(case, size, inputs_for(case, size, seed))
+
+
 @pytest.mark.parametrize("kind", ["decode", "verify", "mixed"])
 @pytest.mark.parametrize("served", serve_cases.LISTS, ids=str)
 def test_served(served: Served, kind: str, seed: int) -> None:

@@ -106,12 +106,12 @@ def layout(names):
 
 def manifest(
     scalars=(), tensors=(), const=None, scan="softmax", head_dim=128, head_dim_vo=None, causal_like=False, emits=(),
-    visible=None,
+    visible=None, packs=1,
 ):  # fmt: skip
     """A manifest as `attncc build` writes it.  scalars (name, type, default); tensors (name, dims, dtype); emits (name,
     index, reduction, rows)."""
     names = [(f"map_{x}", "tensormap") for x in "qkvo"] + [("lse", "ptr"), ("tickets", "ptr")]
-    names += [(x, "i32") for x in GEOMETRY]
+    names += [(x, "i32") for x in (*GEOMETRY, *(["pack_shift"] if packs > 1 else []))]
     names += [(f"s.{n}", "f32" if t == "f32" else "i32") for n, t, _ in scalars]
     for name, dims, _ in tensors:
         rank = sum(2 if d in ("iq", "j") else 1 for d in dims)
@@ -131,6 +131,7 @@ def manifest(
             "cubin": "forward.cubin", "entry": "attncc_test_0", "params": layout(names), "block": [384, 1, 1],
             "smem": 230400, "registers": 168, "spill_bytes": 0, "tile_q": 128, "tile_kv": 128, "stages": 2,
             "build_seconds": 1.5, "causal_like": causal_like, "tma": {f"map_{x}": dict(box) for x in "qkvo"},
+            **({"packs": packs} if packs > 1 else {}),
         }},
     }  # fmt: skip
 

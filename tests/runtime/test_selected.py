@@ -55,6 +55,24 @@ def test_two_launches_of_a_dense_call(driver, by, lines):
     assert main["t.domain.size.3"] == words
 
 
+@pytest.mark.parametrize("heads, kv_heads, most, shift", [
+    (8, 2, 16, 2), (8, 1, 16, 3), (32, 1, 16, 4), (12, 1, 16, 2), (6, 1, 16, 1), (3, 1, 16, 0), (2, 2, 16, 0),
+    (8, 1, 4, 2), (8, 1, 1, 0),
+])  # fmt: skip
+def test_tiles_of_several_heads(driver, heads, kv_heads, most, shift):
+    """As many heads as the kernel allows, of a power of two that divides a group; boxes and counts follow."""
+    made = artifact(tensors=[("selected", ["iq", "g", "top"], "i32")], packs=most)
+    q, k, v = rows(3, 70, heads, 128), rows(3, 500, kv_heads, 128), rows(3, 500, kv_heads, 128)
+    kernel = Kernel(with_lists(made, "selected", "g", 64), driver)
+    kernel(q, k, v, selected=torch.zeros(3, 70, kv_heads, 4, dtype=I32))
+    values, tiles = driver.launches[1].values, -(-70 // (128 >> shift))
+    assert values.get("pack_shift", 0) == shift
+    assert (values["num_tiles_q"], values["num_heads_batch"]) == (tiles, 3 * heads)
+    assert driver.launches[1].grid == min(4, tiles * 3 * heads >> shift)
+    boxes = {tuple(x.box) for x in driver.encoded}
+    assert boxes == {(64, 64 >> shift, 1 << shift, 1), (64, 64, 1, 1)}
+
+
 def test_a_block_that_a_scalar_says(driver):
     kernel = dense(driver, block="size", scalars=[("size", "i32", None)])
     x = (rows(1, 4, 2, 128), rows(1, 1000, 2, 128), rows(1, 1000, 2, 128))

@@ -55,11 +55,11 @@ def finished(p, fn, state, tile):
 
 
 @cute.jit
-def store_emits(p: cutlass.Constexpr, fn: cutlass.Constexpr, found, tile, row: Int32, rows: Int32, c_in: Int32):
-    """[B, qo_len, num_qo_heads] or [nnz_qo, num_qo_heads] of every reduction, for rows row, row + 8 below `rows`."""
+def store_emits(p: cutlass.Constexpr, fn: cutlass.Constexpr, found, tile, rows, stop: Int32, c_in: Int32):
+    """[B, qo_len, num_qo_heads] or [nnz_qo, num_qo_heads] of every reduction, for the thread's `rows` below `stop`."""
     if const_expr(p.emits):
         for i in cutlass.range_constexpr(2):
-            if (c_in == 0) & (row + 8 * i < rows):
+            if (c_in == 0) & (rows[i] < stop):
                 store_row(p, fn, found, tile, i)
 
 

@@ -9,7 +9,8 @@ from cutlass.cute.nvgpu import cpasync, warp
 
 from .functors import NEG_INF, shift_of, sink_of
 from .gather import place
-from .layout import coords, element, mma_values, quad, rounds_of, row_elems
+from .heads import box_of
+from .layout import element, mma_values, quad, rounds_of, row_elems
 from .vectors import plus
 
 LN2 = math.log(2.0)
@@ -48,13 +49,13 @@ def normalise(p: cutlass.Constexpr, fn: cutlass.Constexpr, O, base, total, tile,
 
 
 @cute.jit
-def store_lse(lse: cute.Pointer, values, env, row0: Int32, c_in: Int32):
+def store_lse(lse: cute.Pointer, values, tile, rows, c_in: Int32):
     """[B, qo_len, num_qo_heads], where the caller wants it."""
     if lse.toint() != 0:
         for i in cutlass.range_constexpr(2):
-            r = row0 + 8 * i
-            if (c_in == 0) & (r < env.qo_len):
-                at = (cutlass.Int64(env.b) * env.qo_len + r) * env.num_qo_heads + env.h
+            env = tile.rows[i].env
+            if (c_in == 0) & (rows[i] < env.qo_len):
+                at = (cutlass.Int64(env.b) * env.qo_len + rows[i]) * env.num_qo_heads + env.h
                 cute.make_tensor(lse + at, cute.make_layout(1))[0] = values[i]
 
 
@@ -91,7 +92,7 @@ def fill_stage(p, st: Staging, r: int, w) -> None:
 def store_tile(p: cutlass.Constexpr, atom_o, sO, acc_o, t: Int32, w: Int32, m: Int32, env):
     """Registers to shared memory, on by TMA."""
     st = Staging(p, sO, acc_o, t)
-    gO = cute.local_tile(coords(p.tile_vo)[None, None, env.h, env.b], (64, p.stage_vo), (None, None))
+    gO, own = box_of(p, env, m, w, p.stage_vo, p.tile_vo)
     sOp, gOp = cpasync.tma_partition(
         atom_o, 0, cute.make_layout(1), cute.group_modes(sO, 0, 2), cute.group_modes(gO, 0, 2)
     )
@@ -104,7 +105,7 @@ def store_tile(p: cutlass.Constexpr, atom_o, sO, acc_o, t: Int32, w: Int32, m: I
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(barrier_id=BAR_STORE + w, number_of_threads=128)
         if t < 32:
-            cute.copy(atom_o, sOp[None, w], gOp[None, m * p.warpgroups + w, r])
+            cute.copy(atom_o, sOp[None, w], gOp[None, own, r])
             cute.arch.cp_async_bulk_commit_group()
 
 

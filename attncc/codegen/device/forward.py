@@ -26,6 +26,7 @@ from .epilogue import normalise, store_lse, store_tile, totals
 from .factors import allocate_shelf, factor_barriers, give_back_factors, wait_factors
 from .features import fill_features
 from .functors import Block, Env, Grid, open_tile
+from .heads import own_rows, packs, rows_there
 from .keys import Keys, barriers, open_ready, ready_of, transform_share
 from .kv_source import stream
 from .layout import allocate_tiles, by_row, cols_layout, element, mma_scores, mma_values, rows_layout, values_of
@@ -124,11 +125,11 @@ def wait_transformed(p: cutlass.Constexpr, what: cutlass.Constexpr, ready, slot:
 
 
 def query_tile(p, fn, item, outer, w, r_in):
-    """(environment, this thread's first row, its tile) of a warpgroup's share of an item."""
+    """(environment, this thread's rows, its tile) of a warpgroup's share of an item."""
     env = env_of(item, outer)
     i0, _ = positions(p, env, item.m)
-    row0 = (item.m * p.warpgroups + w) * 64 + r_in
-    return env, row0, open_tile(p, fn, env, i0, row0)
+    envs, rows = own_rows(p, env, item.m, w, r_in)
+    return env, rows, open_tile(p, fn, envs, i0, rows)
 
 
 @cute.jit
@@ -138,9 +139,9 @@ def prepare_queries(
 ):  # fmt: skip
     """What must be done to the queries of an item, which have landed in `slot`, before they are multiplied."""
     if const_expr(p.f_q):
-        env, row0, tile = query_tile(p, fn, item, outer, w, r_in)
+        env, _, tile = query_tile(p, fn, item, outer, w, r_in)
         base = sQ.iterator.toint() + slot * (64 * p.tile_qk * 2)
-        transform_queries(p, fn, turnings, base, tile, env.qo_len - (row0 - r_in), t, w)
+        transform_queries(p, fn, turnings, base, tile, rows_there(p, env, item.m, w), t, w)
 
 
 @cute.jit
@@ -210,7 +211,7 @@ def consume(
         if const_expr(p.early_item):
             it, iph = advance(item_ring.stages, it, iph)
             following = take(item_ring, items, it, iph, lead)
-        env, row0, tile = query_tile(p, fn, item, outer, w, r_in)
+        env, rows, tile = query_tile(p, fn, item, outer, w, r_in)
         reset(p, state, tile)
         acc_o.fill(0.0)
         # ---- first block: its scores are on their way
@@ -290,8 +291,8 @@ def consume(
         if const_expr(p.scan == "softmax"):
             base, total = totals(p, fn, state, tile)
             normalise(p, fn, O, base, total, tile, row_lse)
-            store_lse(lse, row_lse, env, row0, c_in)
-        store_emits(p, fn, finished(p, fn, state, tile), tile, row0, env.qo_len, c_in)
+            store_lse(lse, row_lse, tile, rows, c_in)
+        store_emits(p, fn, finished(p, fn, state, tile), tile, rows, env.qo_len, c_in)
         if const_expr(p.epilogue):
             finish_rows(p, fn, turnings, O, tile, row_lse, t)
         store_tile(p, atom_o, sO, acc_o, t, w, item.m, env)
@@ -319,10 +320,11 @@ def kernel(
     t, _, _ = cute.arch.thread_idx()
     wg = warp_uniform(t // 128)
     warp = warp_uniform(cute.arch.warp_idx())
-    own = 9 + (len(Ahead._fields) if p.ahead else 0)
-    env = Env(Int32(0), Int32(0), Int32(0), *values[:5], values[own:])
+    fixed = 9 + packs(p)
+    own = fixed + (len(Ahead._fields) if p.ahead else 0)
+    env = Env(Int32(0), Int32(0), Int32(0), *values[:5], values[own:], shift=values[9] if packs(p) else None)
     grid = Grid(*values[5:9])
-    ahead = Ahead(*values[9:own]) if p.ahead else None
+    ahead = Ahead(*values[fixed:own]) if p.ahead else None
 
     smem = SmemAllocator()
     stages = p.k_stages, p.v_stages, ITEM_STAGES, p.q_stages * p.warpgroups

@@ -54,6 +54,7 @@ class Env(NamedTuple):
     table: Any = None
     page_size: Any = None
     kv_indices: Any = None
+    shift: Any = None  # dense kernels that pack heads (heads.py): log2 of how many a tile holds
 
 
 class Grid(NamedTuple):
@@ -106,13 +107,15 @@ class Tile(NamedTuple):
     chosen: Any = None  # of each row: which columns of one block of keys a domain lists, as bits (lists.py)
 
 
-def open_tile(p, fn, env, i0, row0) -> Tile:
-    """The tile of a thread whose rows are row0, row0 + 8 of one head.  Rows past qo_len repeat the last one: they read
-    only what it reads, and are never stored."""
-    hd = fn.head(env)
-    last = env.qo_len - 1
-    rows = tuple(open_row(p, fn, env, hd, cutlass.min(r, last), env.kv_len) for r in (row0, row0 + 8))
-    return Tile(rows, i0, env.kv_len)
+def open_tile(p, fn, envs, i0, rows) -> Tile:
+    """The tile of a thread with two rows, each of the head that its environment says.  Rows past qo_len repeat the last
+    one: they read only what it reads, and are never stored."""
+    hds = (first := fn.head(envs[0]), first if envs[1] is envs[0] else fn.head(envs[1]))
+    last = envs[0].qo_len - 1
+    opened = tuple(
+        open_row(p, fn, env, hd, cutlass.min(r, last), env.kv_len) for env, hd, r in zip(envs, hds, rows, strict=True)
+    )
+    return Tile(opened, i0, envs[0].kv_len)
 
 
 def unit_of(p, fn, hd, rw):

@@ -8,6 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 from .ahead import leave, wait_made
 from .factors import compute_factors, put_factors
 from .functors import Env
+from .heads import box_of
 from .layout import box_place, coords
 from .ring import advance, fill, fill_tagged, is_lead
 from .schedule import first_chunk, next_block, read_mark, take, walk_of
@@ -73,16 +74,16 @@ def stream(
         g = h // env.group_size
         here = Env(b, h, g, *env[3:])
         if const_expr(what == "k"):
-            gQ = cute.local_tile(coords(p.tile_qk)[None, None, h, b], (64, p.tile_qk), (None, 0))
-            sQp, gQp = cpasync.tma_partition(atom_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))
             for w in cutlass.range_constexpr(p.warpgroups):
+                gQ, own = box_of(p, here, m, w, p.tile_qk, p.tile_qk)
+                sQp, gQp = cpasync.tma_partition(atom_q, 0, one, cute.group_modes(sQ, 0, 2), cute.group_modes(gQ, 0, 2))
                 fill(
                     q_ring,
                     q_slot * p.warpgroups + w,
                     q_phase,
                     64 * p.tile_qk * 2,
                     atom_q,
-                    gQp[None, m * p.warpgroups + w],
+                    gQp[None, own, 0],
                     sQp[None, q_slot * p.warpgroups + w],
                 )
             q_slot, q_phase = advance(p.q_stages, q_slot, q_phase)

@@ -123,13 +123,14 @@ def next_listed(p: cutlass.Constexpr, fn: cutlass.Constexpr, walk, trail):
             j0 = below * p.part_kv
             j1 = cutlass.min(j0 + p.part_kv, walk.keys) - 1
             may, must = classify_tile(fn, walk.env, walk.i0, walk.i1, j0 + walk.offset, j1 + walk.offset)
-            looking = Boolean(found & walk.classify & ~may)
+            seen = Boolean(found & (may | ~walk.classify))
+            looking = Boolean(found & ~seen & (below > first))  # before the first key there is no block to look at
             begun, ended = (Int32(Uint32(j + walk.offset) // size) for j in (j0, j1))
             inside = upto(ended - 32 * (base + lane)) & ~upto(begun - 1 - 32 * (base + lane))
             every = cute.arch.vote_ballot_sync((common & inside) != inside) == 0
             clear = ((j0 >= walk.clear_lo) & (j1 < walk.clear_hi)) | (must & walk.classify)
             clear = clear & every & (begun >= 32 * base) & (j0 + p.part_kv <= walk.keys)
-            if found & ~looking:
+            if seen:
                 n, masked = below, cutlass.select_(clear, Int32(0), Int32(1))
     return n, masked, Trail(below, base, union, common)
 

@@ -15,6 +15,7 @@ from cutlass import Boolean, Int32, const_expr
 
 from .ahead import leave, multiply_meanwhile
 from .functors import Env, classify_tile, highest_bit, tile_bounds
+from .heads import first_head, of_packs, positions_of
 from .lists import Lines, count_listed, next_listed
 from .ring import Ring, advance, release, warp_uniform
 
@@ -42,8 +43,9 @@ def locate(tile, num_tiles_q, num_heads_batch, section, late_tiles, num_qo_heads
 
 def positions(p, env, m):
     """First and last query position of query tile m."""
-    i0 = m * p.tile_q + env.kv_len - env.qo_len
-    return i0, cutlass.min((m + 1) * p.tile_q, env.qo_len) - 1 + env.kv_len - env.qo_len
+    rows = positions_of(p, env, p.tile_q)
+    i0 = m * rows + env.kv_len - env.qo_len
+    return i0, cutlass.min((m + 1) * rows, env.qo_len) - 1 + env.kv_len - env.qo_len
 
 
 def counted_blocks(p, fn, env, m):
@@ -80,7 +82,7 @@ class Walk(NamedTuple):
 
 def walk_of(p, fn, env, m) -> Walk:
     i0, i1 = positions(p, env, m)
-    lines = Lines(m * p.tile_q, i1 - i0 + 1) if p.walks_lists else None
+    lines = Lines(m * positions_of(p, env, p.tile_q), i1 - i0 + 1) if p.walks_lists else None
     return Walk(env, i0, i1, *tile_bounds(fn, env, i0, i1), Int32(0), env.kv_len, Boolean(True), lines)
 
 
@@ -191,7 +193,8 @@ def deal(
     lane = cute.arch.lane_idx()
     bx, _, _ = cute.arch.block_idx()
     gx, _, _ = cute.arch.grid_dim()
-    num_tiles = grid.num_tiles_q * grid.num_heads_batch
+    num_items = of_packs(p, env, grid.num_heads_batch)
+    num_tiles = grid.num_tiles_q * num_items
     slot, phase, turn = Int32(0), Int32(1), Int32(0)
     mark, mark_phase = Int32(0), Int32(1)
     tile = bx
@@ -202,11 +205,12 @@ def deal(
         m, h, b = locate(
             cutlass.min(tile, num_tiles - 1),
             grid.num_tiles_q,
-            grid.num_heads_batch,
-            grid.section,
+            num_items,
+            of_packs(p, env, grid.section),
             grid.late_tiles,
-            env.num_qo_heads,
+            of_packs(p, env, env.num_qo_heads),
         )
+        h = first_head(p, env, h)
         here = Env(b, h, h // env.group_size, *env[3:])
         begin, end, clear_begin, clear_count = Int32(0), Int32(1), Int32(0), Int32(0)
         if const_expr(p.counted):

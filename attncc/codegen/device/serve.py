@@ -241,7 +241,7 @@ def conclude(
                 if const_expr(p.scan == "softmax"):
                     normalise(p, fn, O, base, total, tile, row_lse)
                     store_packed_lse(lse, row_lse, tile, r_in, rows, c_in)
-                store_emits(p, fn, found, tile, r_in, rows, c_in)
+                store_emits(p, fn, found, tile, (r_in, r_in + 8), rows, c_in)
                 if const_expr(p.staged):
                     finish_afresh(
                         p, fn, turnings, O, row_lse, lses, items, slot, number, local, lists, sizes, sO, out, t, w

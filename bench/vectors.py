@@ -1,9 +1,10 @@
-"""QK-norm and RoPE inside the kernel, and scales folded into it, beside the plain variant and beside unfused torch:
-norm and rotation as kernels of their own (torch.compile), then cuDNN.
+"""QK-norm and RoPE inside the kernel, scales folded into it, and gates, beside the plain variant and beside unfused
+torch: norm and rotation as kernels of their own (torch.compile), then cuDNN.
 
-    python bench/vectors.py [--rounds N]
+    python bench/vectors.py [--rounds N] [--cases prefill,decode,gates]
 
-Prefill is dense; decode reads a cache in pages of 16 (unfused: contiguous keys, which cuDNN takes).
+Prefill is dense; decode reads a cache in pages of 16 (unfused: contiguous keys, which cuDNN takes).  Gates have the
+heads of Qwen3-Next, 16 and 2 of 256 features, on pages of 16; unfused, a kernel of torch.compile follows our plain one.
 """
 
 from __future__ import annotations
@@ -35,14 +36,17 @@ PLAIN = {"source": EXAMPLES / "causal.attn", "variant": "causal"}
 BOTH = {"source": EXAMPLES / "qwen3.attn", "variant": "qwen3"}
 SCALES = {"source": EXAMPLES / "kv_scales.attn", "variant": "kv_scales"}
 ONLY_Q = {"source": QUERIES, "variant": "queries"}
+GATED = {"source": EXAMPLES / "gated_output.attn", "variant": "gated_output"}
 PREFILL = ((4, 4096), (16, 1024), (1, 16384))
 DECODE = ((128, 8192), (16, 8192))
+GATES = ((128, 1, 4096), (16, 1, 4096), (4, 2048, 2048), (1, 8192, 8192))  # requests, rows and keys of each
+WIDE, WIDE_HEADS, WIDE_KV_HEADS = 256, 16, 2
 
 Call = Callable[[], Any]
 
 
 def kernel(which: Mapping[str, Any], **options: Any) -> Any:
-    return attncc.compile(which["source"], variant=which["variant"], head_dim=HEAD_DIM, **options)
+    return attncc.compile(which["source"], variant=which["variant"], **{"head_dim": HEAD_DIM, **options})
 
 
 def rotated(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
@@ -55,7 +59,12 @@ def rotated(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).bfloat16()
 
 
+def weighed(x: Tensor, gate: Tensor) -> Tensor:
+    return x * torch.sigmoid(gate)
+
+
 fused_rotation: Any = torch.compile(rotated, dynamic=False)
+fused_gate: Any = torch.compile(weighed, dynamic=False)
 
 
 def times(calls: Mapping[str, Call], rounds: int) -> dict[str, float]:
@@ -139,18 +148,40 @@ def decode(rounds: int, batch: int, length: int, page: int = 16) -> list[list[st
     return rows_of(f"decode B{batch} kv {length}", times(calls, rounds))
 
 
+def gates(rounds: int, batch: int, rows: int, length: int, page: int = 16) -> list[list[str]]:
+    indices = table([rows] * batch, [length] * batch, page, 1)
+    q, gate = (randn(batch * rows, WIDE_HEADS, WIDE) for _ in range(2))
+    cache = tuple(randn(int(indices[1][-1]), page, WIDE_KV_HEADS, WIDE) for _ in "kv")
+    out = torch.empty_like(q)
+
+    def served(which: Mapping[str, Any], **params: Any) -> Call:
+        attn = attncc.BatchAttention(
+            kernel(which, head_dim=WIDE, layout="paged", page_size=page), num_qo_heads=WIDE_HEADS,
+            num_kv_heads=WIDE_KV_HEADS, page_size=page, max_batch_size=batch, max_qo_rows=batch * rows,
+        )  # fmt: skip
+        attn.plan(*indices)
+        return lambda: attn.run(q, cache, out=out, **params)
+
+    plain, gated = served(PLAIN), served(GATED, gate=gate)
+    unfused = lambda: fused_gate(plain(), gate)  # noqa: E731
+    want = unfused().clone()
+    agree(gated(), want, "gates")
+    calls = {"plain": plain, "gate": gated, "unfused torch": unfused}
+    return rows_of(f"B{batch} of {rows} rows, kv {length}", times(calls, rounds))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", default="prefill,decode")
+    parser.add_argument("--cases", default="prefill,decode,gates")
     options = parser.parse_args()
     benchmark.require_gpu()
-    cases = {"prefill": (prefill, PREFILL), "decode": (decode, DECODE)}
+    cases = {"prefill": (prefill, PREFILL), "decode": (decode, DECODE), "gates": (gates, GATES)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     rows = []
     for measure, shapes in map(cases.__getitem__, options.cases.split(",")):
-        for batch, length in shapes:
-            rows += measure(options.rounds, batch, length)
+        for shape in shapes:
+            rows += measure(options.rounds, *shape)
             torch.cuda.empty_cache()
     show(["case", "", "ms", "of plain", "faster than unfused torch"], rows)
 

@@ -144,9 +144,11 @@ def attend_few(
     acc_s = cute.make_rmem_tensor((8,), Float32)
     S = by_row(acc_s, KEYS)
     P = cute.make_rmem_tensor((4,), Int32)
-    # a warp without keys never writes them: what begins undefined ptxas keeps through everything else
-    acc_s.fill(0.0)
-    P.fill(0)
+    # A warp without keys never writes them, and what begins undefined ptxas keeps in registers through the whole
+    # kernel.  (Other kernels of 256 features fit as they are, and would not with this.)
+    if const_expr(p.staged):
+        acc_s.fill(0.0)
+        P.fill(0)
     queries = Queries(p, q_base)
     more = eight_further(p, fn, turnings, opaque(cute.arch.lane_idx()))
     has_keys = busy(p, group)

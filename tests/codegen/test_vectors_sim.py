@@ -25,6 +25,9 @@ def test_parts_of_a_row_take_every_feature_once() -> None:
                 for n, offset, lane, c in product(range(run.count), run.offsets, range(run.begin, run.end), range(2))
             ]
             assert sorted(found) == [(n, n < dims) for n in range(8 * blocks)]
+        runs = device.runs_of([("sum",)], blocks, False, 4)
+        eights = [run.first + n + at // 8 for run in runs for n, at in product(range(run.count), run.offsets)]
+        assert sorted(eights) == list(range(blocks)) and len(runs[0].offsets) == 4
 
 
 @pytest.mark.parametrize("case", vector_cases(), ids=str)

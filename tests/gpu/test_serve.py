@@ -51,7 +51,7 @@ def test_hard_variants(served: Served, kind: str, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [1, 5])
-@pytest.mark.parametrize("served", serve_cases.VECTORS, ids=str)
+@pytest.mark.parametrize("served", [*serve_cases.VECTORS, *serve_cases.WIDE], ids=str)
 def test_vector_slots(served: Served, group: int, kind: str, seed: int) -> None:
     lengths = lengths_of(kind, 3000, np.random.default_rng(seed))
     run_and_check(make_batch(served, lengths, (2 * group, 2), seed))

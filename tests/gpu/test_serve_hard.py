@@ -187,7 +187,9 @@ GROUPS_OF_REQUESTS = {
 
 
 @pytest.mark.parametrize("groups", GROUPS_OF_REQUESTS, ids=str)
-@pytest.mark.parametrize("served", [PAGED, BY_PAGE[1], Served(serve_cases.LOCAL), Served(serve_cases.SINK)], ids=str)
+@pytest.mark.parametrize(
+    "served", [PAGED, BY_PAGE[1], Served(serve_cases.LOCAL), Served(serve_cases.SINK), *serve_cases.WIDE[:2]], ids=str
+)
 def test_shared_prefixes(served: Served, groups: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """plan_cascade and shared_prefix="auto", as if a level took no time, give what the flat plan gives, and each the
     same bits again."""

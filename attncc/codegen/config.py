@@ -13,7 +13,7 @@ from attncc.ir.nodes import BOOL, F32, Const, Expr, Leaf, Load, Op, Variant, lea
 from attncc.ir.ranges import TileRanges
 from attncc.ir.rewrite import simplify_expr
 
-from .emit_outputs import distinct
+from .emit_outputs import distinct, reductions
 from .listing import lists_of, mask_ranges, with_domain
 from .vectors import Turning, feature_values, turnings, used_slots
 
@@ -28,6 +28,8 @@ MOST_HEADS, SAME_HEAD = 8, 4  # in a dense tile; ... if a thread's two rows are 
 PAGE_UNITS = 128 * 3 * 5 * 7  # every number of keys a block divides it
 BY_ROW = frozenset(("b", "h", "qo_len", "kv_len"))  # what may differ between the rows of a packed tile
 ROW_LEAVES = frozenset(("i", "iq"))
+OF_COLUMNS = frozenset(("j", "i0"))  # what a column keeps is over these, and over nothing of a row
+OF_CELLS = ROW_LEAVES | {"dot"}
 ONE = Const(1.0, F32)
 
 
@@ -361,7 +363,10 @@ def most_heads(variant: Variant, logits: Logits, ranges: TileRanges) -> int:
     if any("h" in leaves(e) for e in (*ranges.parts, *keyed)):
         return 1
     cells = (logits.score, variant.mask, *(e.value for e in variant.emits))
-    return SAME_HEAD if any("h" in leaves(e) for e in cells) else MOST_HEADS
+    # a logit that is emitted may bring its head's factor to those of a column
+    kept = (x for r in reductions(variant) for x in walk(r.cell) if leaves(x).isdisjoint(OF_CELLS))
+    by_head = any("h" in leaves(e) for e in cells) or any("h" in leaves(x) and leaves(x) & OF_COLUMNS for x in kept)
+    return SAME_HEAD if by_head else MOST_HEADS
 
 
 def tables_of(tables: Iterable[Turning]) -> tuple[tuple[str, int], ...]:

@@ -59,7 +59,8 @@ def test_dense_by_a_pre_pass(name: str, artifact: Callable[[Case], Path]) -> Non
 
 @pytest.mark.parametrize("name, dims, dtype, sms", [
     ("both", (80, 40), "f16", 3), ("both", (192, 128), "bf16", 2), ("value_alone", (256, 256), "bf16", 1),
-    ("key_alone", (64, 128), "f16", 4), ("weighed", (96, 8), "bf16", 2),
+    ("key_alone", (64, 128), "f16", 4), ("weighed", (96, 8), "bf16", 2), ("both", (192, 8), "bf16", 2),
+    ("key_alone", (8, 192), "f16", 3),
 ])  # fmt: skip
 def test_rows_of_any_width_are_multiplied_ahead(name, dims, dtype, sms, artifact: Callable[[Case], Path]) -> None:
     case = replace(folded(name, prepass=True), head_dim=dims[0], head_dim_vo=dims[1], dtype=dtype)

@@ -169,7 +169,7 @@ def test_query_heads_in_a_tile() -> None:
     """All that share lists; few where columns ask for the head, one where a tile's blocks or the factors of keys do."""
     assert {case.variant: config(case).packs for case in heads_cases()} == {
         "rows_of_heads": 8, "columns_of_heads": 4, "looked_up_by_heads": 8, "no_softmax_of_groups": 4,
-        "ranges_of_heads": 1, "factors_of_heads": 1,
+        "ranges_of_heads": 1, "factors_of_heads": 1, "logits_emitted_by_heads": 4,
     }  # fmt: skip
     assert config(TOPK).packs == 8
     assert config(TOPK, "paged", 16).packs == config(TOPK, "blocks", 16).packs == 1

@@ -76,11 +76,14 @@ def test_epilogues_of_many_features(case: Case, page_size: int | None, heads: tu
     sim.serve_and_check(x, pieces=2, sm_count=3)
 
 
-@pytest.mark.parametrize("variant, page_size", [("queries_normed_and_turned", 16), ("queries_yarn", 1)])
-def test_cascades(variant: str, page_size: int) -> None:
-    """Rows of several requests in a tile, each at its own position."""
+@pytest.mark.parametrize("case, page_size", [
+    (of_vectors("queries_normed_and_turned"), 16), (of_vectors("queries_yarn"), 1),
+    (of_vectors("normed_and_turned", 160), 16), (of_vectors("weighed_by_lse", 256), 16),
+], ids=str)  # fmt: skip
+def test_cascades(case: Case, page_size: int) -> None:
+    """Rows of several requests in a tile, each at its own position; of many features, finished in shared memory."""
     levels = [[(7, 37), (3, 150)], [(2, 0), (5, 20), (3, 0)], [(1, 10), (1, 0), (5, 130), (3, 40)]]
-    x, planned, want = sim.cascade(vectors(variant, page_size), levels, (4, 2))
+    x, planned, want = sim.cascade(Served(case, page_size), levels, (4, 2))
     one = sim.simulated(x, sm_count=3)
     one.attn.plan_cascade(planned)
     sim.serve_checks.check(x, sim.run(one, x), want[:2])

@@ -206,7 +206,7 @@ def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, fa
     """The rows of a lot; says so when they are done.  `factor`: of the row that is this lane's number."""
     here = side_of(p, p.ahead[side], x)
     copies, whole = rows_of(p) * here.used // 8, Boolean(False)
-    if const_expr(in_step(here)):
+    if const_expr(in_step(p, here)):
         whole = lot.row + rows_of(p) <= env.kv_len
         if whole:
             multiply_whole(p, here, env, lot, factor)
@@ -221,9 +221,10 @@ def multiply_side(p: cutlass.Constexpr, side: cutlass.Constexpr, x, env, lot, fa
         )
 
 
-def in_step(side: Side) -> bool:
-    """Do the lanes of a copy have whole rows?"""
-    return 32 % (side.used // 8) == 0
+def in_step(p, side: Side) -> bool:
+    """Do the lanes of a copy have whole rows, and no more than a lot has?"""
+    each = side.used // 8
+    return 32 % each == 0 and 32 // each <= rows_of(p)
 
 
 def multiply_whole(p, side: Side, env, lot: Lot, factor) -> None:

@@ -23,7 +23,7 @@ from .softmax import pack
 from .vectors import Part, evaluate, plus, runs_of
 
 BAR_ROWS = 12  # ... 13: rows of a warpgroup have been transformed
-SPREAD = 4  # eights that a quad of several has at once: what they read is on its way together
+SPREAD = 8  # eights, at most, that a quad of several has at once: what they read is on its way together
 
 
 class Line(NamedTuple):
@@ -62,7 +62,7 @@ def transform_row(p, fn, slot: str, turnings, at: tuple, line, features: int, t,
     """A row of `features` features.  `at`: as of `evaluate`; `line`: a Line, or what is like one; `room`: there are
     registers for a row of 128; `team`: so many quads, neighbours in a warp, have the row together."""
     kind, blocks = type(line), features // 8
-    runs = runs_of(fn.STEPS[slot], blocks, room, 1 if team == 1 else SPREAD)
+    runs = runs_of(fn.STEPS[slot], blocks, room, 1 if team == 1 else min(SPREAD, blocks // team))
     if runs is None:
         found = evaluate(p, fn, slot, turnings, at, line.load(p, range(blocks), t), t)
         if team > 1:  # each quad of them does all of it

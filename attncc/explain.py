@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from attncc.diagnostics import NOWHERE
@@ -161,9 +162,13 @@ class Explanation:
         packs = choose(v, head_dim_qk=EXAMPLE_DIM, head_dim_vo=EXAMPLE_DIM, dtype="bf16").packs
         if packs == 1:
             return []
-        rows = f"{self.tile_q} / P positions of P"
-        return [f"heads that share keys share lists: dense, a tile is {rows} of them, the largest power of two up to "
-                f"{packs} that divides a group"]  # fmt: skip
+        group = EXAMPLE_HEADS[0] // EXAMPLE_HEADS[1]
+        heads = gcd(packs, group)
+        return [
+            f"heads of a group share their lists, so a dense tile holds several: {self.tile_q // heads} positions of",
+            f"{heads} heads of a group of {group} (the largest power of two up to {packs} that divides it), and visits",
+            "what these positions list; the map is drawn for one head a tile",
+        ]
 
     def png(self, path: str) -> None:
         """Draw the map to `path`.  ModuleNotFoundError where matplotlib is not installed."""

@@ -56,6 +56,8 @@ OTHERS = [
     (Served(example("causal", "causal", head_dim=96), 24), (4, 2)),
     (Served(example("causal", "causal", head_dim=128, head_dim_vo=232), 16), (4, 2)),
     (Served(example("causal", "causal", head_dim=184), 1), (16, 1)),
+    (Served(example("causal", "causal", head_dim=256), 16), (4, 2)),
+    (Served(example("causal", "causal", head_dim=256), 1), (2, 1)),
     (Served(example("alibi", "alibi", head_dim=80, dtype="f16"), 16), (4, 2)),
     (Served(example("tree_verify", "tree_verify", head_dim=64), 16), (7, 1)),
     (Served(example("kv_scales", "key_scales", head_dim=64), 5), (4, 1)),

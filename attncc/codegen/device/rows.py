@@ -41,25 +41,34 @@ class Line(NamedTuple):
         lane = t % 4
         if shift:
             n, lane = n + (lane + shift // 2) // 4, (lane + shift // 2) % 4
-        return self.base + place(self.row, n, self.rows, self.width) + lane * 4
+        return self.place(n, lane)
 
     def load(self, p, blocks, t, shifts=()):
         places = enumerate(blocks)
-        return [x for k, n in places for x in unpack(p, load_word(self.address(n, t, shifts[k] if shifts else 0)))]
+        return [x for k, n in places for x in self.get(p, self.address(n, t, shifts[k] if shifts else 0))]
 
     def store(self, p, blocks, found, t, shifts=(), mine=None) -> None:
         """Where this lane has a share in them: `mine`."""
         for k, n in enumerate(blocks):
-            word = pack(p, found[2 * k], found[2 * k + 1])
-            if self.kept is not True:
-                word = cutlass.select_(self.kept, word, Int32(0))
             given = {} if mine is None else {"predicate": mine}
-            at = self.address(n, t, shifts[k] if shifts else 0)
-            cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[at, word], **given)
+            self.put(p, self.address(n, t, shifts[k] if shifts else 0), found[2 * k], found[2 * k + 1], given)
+
+    # ---- how two features lie in memory
+    def place(self, n, lane):
+        return self.base + place(self.row, n, self.rows, self.width) + lane * 4
+
+    def get(self, p, address):
+        return unpack(p, load_word(address))
+
+    def put(self, p, address, a, b, given) -> None:
+        word = pack(p, a, b)
+        if self.kept is not True:
+            word = cutlass.select_(self.kept, word, Int32(0))
+        cute.arch.inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[address, word], **given)
 
 
 def transform_row(p, fn, slot: str, turnings, at: tuple, line, features: int, t, room=True, team: int = 1) -> None:
-    """A row of `features` features.  `at`: as of `evaluate`; `line`: a Line, or what is like one; `room`: there are
+    """A row of `features` features.  `at`: as of `evaluate`; `line`: a Line, of whatever kind; `room`: there are
     registers for a row of 128; `team`: so many quads, neighbours in a warp, have the row together."""
     kind, blocks = type(line), features // 8
     runs = runs_of(fn.STEPS[slot], blocks, room, 1 if team == 1 else min(SPREAD, blocks // team))

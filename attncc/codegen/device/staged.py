@@ -5,8 +5,6 @@ fragment as they are, in float32, a few at a time, for the warpgroup's part of t
 finish each, part by part, and round it on its way out.
 """
 
-from typing import Any, NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
@@ -14,41 +12,25 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from .epilogue import BAR_STORE
 from .functors import open_row
 from .packed import row_env
-from .rows import transform_row
+from .rows import Line, transform_row
 from .softmax import pack
 
 
-class Wide(NamedTuple):
-    """A row of float32 at shared address `base`; the other fields are those of rows.Line.  Eights of features are
-    swizzled, so that the eight rows of a warp's fragment meet no bank twice."""
+class Wide(Line):
+    """A row of float32, all of which is kept.  Eights of features are swizzled, so that the eight rows of a warp's
+    fragment meet no bank twice."""
 
-    base: Any
-    row: Any
-    rows: int
-    width: int
-    kept: Any = True
+    __slots__ = ()
 
-    def address(self, n, t, shift: int = 0):
-        """Of this lane's two features of those from 8 n + shift on."""
-        lane = t % 4
-        if shift:
-            n, lane = n + (lane + shift // 2) // 4, (lane + shift // 2) % 4
+    def place(self, n, lane):
         return self.base + place(self.width, self.row, n) + lane * 8
 
-    def load(self, p, blocks, t, shifts=()):
+    def get(self, p, address):
         load = "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];"
-        found = []
-        for k, n in enumerate(blocks):
-            at = self.address(n, t, shifts[k] if shifts else 0)
-            found += cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[at])
-        return found
+        return cute.arch.inline_ptx(load, write_only_types=[Float32] * 2, read_only_args=[address])
 
-    def store(self, p, blocks, found, t, shifts=(), mine=None) -> None:
-        given = {} if mine is None else {"predicate": mine}
-        for k, n in enumerate(blocks):
-            at = self.address(n, t, shifts[k] if shifts else 0)
-            pair = found[2 * k], found[2 * k + 1]
-            cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[at, *pair], **given)
+    def put(self, p, address, a, b, given) -> None:
+        cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, a, b], **given)
 
 
 def place(width: int, row, n):
@@ -84,10 +66,8 @@ def finish_staged(
 def put_row(p, O, row_lse, i: int, local: int, stage, kept, t) -> None:
     """Row i of a thread's two becomes row `local` of its two in shared memory."""
     row = (t % 32) // 4 + 8 * local
-    for n in range(p.head_dim_vo // 8):
-        here = stage + place(p.tile_vo, row, n) + (t % 4) * 8
-        pair = O[i, 0, n], O[i, 1, n]
-        cute.arch.inline_ptx("st.shared.v2.f32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[here, *pair])
+    blocks = range(p.head_dim_vo // 8)
+    Wide(stage, row, rows_at_once(p), p.tile_vo).store(p, blocks, [O[i, c, n] for n in blocks for c in range(2)], t)
     if p.epilogue_lse:
         store, given = "st.shared.f32 [{$r0}], {$r1};", {"predicate": Boolean(t % 4 == 0)}
         cute.arch.inline_ptx(store, read_only_args=[kept + row * 4, row_lse[i]], **given)

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr
 
 from ..prepass import AHEAD_PARAMS
 from .functors import Env, head_of
-from .prepass import Side, side_of
+from .prepass import Side, read_chunk, side_of
 from .ring import has_passed, warp_uniform
 from .rows import unpack
 from .softmax import opaque, pack
@@ -240,10 +240,7 @@ def multiply_whole(p, side: Side, env, lot: Lot, factor) -> None:
     for first in range(0, total, flight(p)):
         found, mine = [], range(first, min(first + flight(p), total))
         for _ in mine:
-            found.append(cute.arch.inline_ptx(
-                "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4,
-                read_only_args=[source],
-            ))  # fmt: skip
+            found.append(read_chunk(source))
             source = source + step
         for f, words in zip(mine, found, strict=True):
             made = times(p, words, cute.arch.shuffle_sync(factor, own + f * rows))
@@ -263,11 +260,7 @@ def multiply_some(p, side: Side, env, lot: Lot, first, factor) -> None:
     source = place_of(side, lot, lot.row)
     for own, chunk in copies_of(p, side, first):
         at = (source + Int64(cutlass.min(own, left - 1)) * Int64(side.row) + chunk) * 16
-        words = cute.arch.inline_ptx(
-            "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Int32] * 4,
-            read_only_args=[at],
-        )  # fmt: skip
-        found.append(words)
+        found.append(read_chunk(at))
     each = side.used // 8
     target = (side.target >> 4) + target_of(env, lot) * each
     for (own, chunk), words in zip(copies_of(p, side, opaque(first)), found, strict=True):

@@ -48,6 +48,12 @@ def side_of(p, what: str, x) -> Side:
     return Side(what, getattr(x, what), getattr(x, f"{what}_out"), *strides, *widths)
 
 
+def read_chunk(address):
+    """16 bytes of global memory, as words."""
+    load = "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];"
+    return cute.arch.inline_ptx(load, write_only_types=[Int32] * 4, read_only_args=[address])
+
+
 def int_at(address, n):
     return word(cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4), n)
 
@@ -116,10 +122,7 @@ def pass_over(
             found = []
             for row, chunk in lot:  # rows past the last repeat it
                 at = here + Int64(cutlass.min(row0 + row, x.rows - 1)) * Int64(side.row) * 16 + chunk * 16
-                found.append(cute.arch.inline_ptx(
-                    "ld.global.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-                    write_only_types=[Int32] * 4, read_only_args=[at],
-                ))  # fmt: skip
+                found.append(read_chunk(at))
             for (row, chunk), words in zip(lot, found, strict=True):
                 cute.arch.inline_ptx(
                     "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
